@@ -8,19 +8,20 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 LIMIT := build/bench/.built
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+PIP := $(BIN)/pip install --disable-pip-version-check -c $(VENV)/constraints.txt
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 FORMATTED := $(wildcard native/*/*.cpp native/*/*.h benchmarks/native/*)
 NATIVE := $(filter-out native/tests/% benchmarks/%,$(FORMATTED))
 
 .PHONY: help demo test messages lint format integrations fuzz faults mutants mutants-native coverage \
-	sanitize portability gpu-check bench house docs wheel release-requirements clean
+	sanitize portability gpu-check bench board house docs wheel release-requirements clean
 
 help: ## this list
 	@sed -n 's|^\([a-z-]*\)[a-z -]*:.*## |\1\t|p' Makefile | expand -t 22
 
 demo: $(or $(wildcard $(READY)),$(VENV)/.demo) ## train word vectors with torch's SparseAdam and ours
-	$(BIN)/sparsestep demo
+	@echo "[3/3] demo"
+	@$(BIN)/sparsestep demo
 
 test: $(READY) $(LIMIT) ## the tests; ALL=1 with every instruction set and the slow ones
 	$(if $(ALL),SPARSESTEP_TESTS=all) $(PYTEST)
@@ -78,6 +79,10 @@ gpu-check: $(VENV)/.extra-triton ## GPU kernels without a GPU: compiled ahead of
 bench: $(READY) $(LIMIT) ## benchmarks; ARGS="--suite lookups", see benchmarks/README.md
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# The data goes into a folder of its own: these packages without what they need would break other targets.
+board: $(VENV)/board ## examples on real data against published accuracies, in docs/gallery/board.md
+	PYTHONPATH=$(VENV)/board $(BIN)/python -m benchmarks.board $(ARGS)
+
 house: $(READY) ## figures about the code, with the command behind each
 	$(BIN)/python packaging/house.py
 
@@ -100,8 +105,13 @@ EXTRA_integrations := -r packaging/integrations.txt
 EXTRA_coverage := "coverage>=7.10"
 EXTRA_triton := --no-deps triton
 EXTRA_docs := "sparsestep[docs]"
+EXTRA_board := pykeen==1.11.1 recbole==1.2.1 gensim==4.4.0
 $(VENV)/.extra-%: $(READY) packaging/integrations.txt
-	$(PIP) $(EXTRA_$*)
+	$(PIP) --quiet $(EXTRA_$*)
+	touch $@
+
+$(VENV)/board: $(READY)
+	$(PIP) --no-deps --target $@ --upgrade $(EXTRA_board)
 	touch $@
 
 # The limit of the benchmarks is no part of the package.
@@ -115,21 +125,24 @@ $(LIMIT): $(READY) $(wildcard benchmarks/native/*)
 # again instead of what has changed. Sources of Python are used in place.
 BUILD_TOOLS := "scikit-build-core>=0.10" "nanobind>=2.2" \
 	$(if $(shell command -v cmake),,cmake) $(if $(shell command -v ninja),,ninja)
-define INSTALL  # extras, whether to build for this machine alone
-	@echo "Setting up $(VENV): torch, the tools and the native core. The first time takes some minutes."
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
-	$(PIP) $(BUILD_TOOLS)
-	$(PIP) --no-build-isolation --config-settings=build-dir=build/$(notdir $(VENV))/{wheel_tag} \
-		--config-settings=cmake.define.SPARSESTEP_WERROR=ON \
-		--config-settings=cmake.define.SPARSESTEP_HOST_ONLY=$(2) -e ".[$(1)]"
-	touch $@
+PHASE := $(PYTHON) packaging/phase.py
+define INSTALL  # extras, options of CMake, a variable for the environment
+	@test -x $(BIN)/python || $(PHASE) "[1/3] virtual environment" $(PYTHON) -m venv $(VENV)
+	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
+	@$(PHASE) "[1/3] torch and build tools" $(PIP) torch $(BUILD_TOOLS)
+	@$(PHASE) "[2/3] $(if $(3),no C++ compiler found$(,) installing without the native core,compiling)" \
+		env $(3) $(PIP) -v --no-build-isolation --config-settings=build-dir=build/$(notdir $(VENV))/{wheel_tag} \
+		$(addprefix --config-settings=cmake.define.SPARSESTEP_,$(2)) -e ".[$(1)]"
+	@touch $@
 endef
+, := ,
 DEV := cli,dev
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) $(wildcard src/sparsestep/*/__init__.py)
 
 $(READY): $(SOURCES)
-	$(call INSTALL,$(DEV),OFF)
+	$(call INSTALL,$(DEV),WERROR=ON HOST_ONLY=OFF)
 
+# The demo works without a compiler, too: on the reference engine.
+PURE = $(if $(strip $(foreach name,$(CXX) c++ clang++,$(shell command -v $(name) 2>/dev/null))),,SPARSESTEP_PURE=1)
 $(VENV)/.demo: $(SOURCES)
-	$(call INSTALL,cli,ON)
+	$(call INSTALL,cli,WERROR=OFF HOST_ONLY=ON,$(PURE))

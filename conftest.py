@@ -65,9 +65,11 @@ def one_thread(_unchanged_settings):
 
 @pytest.fixture(autouse=True)
 def _unchanged_settings():
-    """Give back the thread count, the instruction set and the grad mode that a test found."""
+    """Restore the thread count, the instruction set, the default dtype and the grad mode."""
     threads, isa = torch.get_num_threads(), _native.instruction_set()
+    dtype = torch.get_default_dtype()
     yield
+    torch.set_default_dtype(dtype)
     torch.set_grad_enabled(True)  # an interrupt inside torch's no_grad may leave it off
     torch.set_num_threads(threads)
     if isa is not None:

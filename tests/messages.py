@@ -1,7 +1,7 @@
 """What refusals say: ``messages.txt`` has calls and their messages, ``make messages`` writes these.
 
-A line with ``>>>`` is a call that must be refused, in the namespace that its section has here. To
-add a case, add such a line. Other tests need not repeat what messages say.
+A line with ``>>>`` is a call that must be refused. Its section is a function here, whose local
+names it may use. To add a case, add such a line. Other tests need not repeat what messages say.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations
 import sparsestep
 from sparsestep import _native, distributed, functional, storage
 from sparsestep.distributed.placement import ByRow
-from tests.generate.garbage import BROKEN, Handed, Unusable, ids
+from tests.generate.garbage import Handed, Unusable, broken, ids
 from tests.table import sign_sgd
 
 FILE = Path(__file__).with_name("messages.txt")
@@ -92,11 +92,6 @@ def stepped(opt: Any, grad: Any = None) -> Any:
     return opt
 
 
-def inference(tensor: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return tensor.clone()
-
-
 # What several sections use.
 COMMON: Names = {
     **public(sparsestep),
@@ -138,14 +133,10 @@ def options(_: Path) -> Names:
     def dense(cls: Any, **options: Any) -> None:
         stepped(made(cls, semantics="dense", **options))
 
+    ours, instructions = sparsestep, _native.use_instruction_set
+    permuted = torch.ones(2, 6, 4).transpose(1, 2)
     names = ("Adam", "AdamW", "Adagrad", "RMSprop", "SGD", "Ftrl", "SparseAdam", "Lion")
-    return {
-        **{name: make(name) for name in names},
-        **{"group": group, "changed": changed, "without": without, "sign_sgd": sign_sgd},
-        **{"dense": dense, "growing": growing, "drifting": drifting, "ours": sparsestep},
-        "instructions": _native.use_instruction_set,
-        "permuted": torch.ones(2, 6, 4).transpose(1, 2),
-    }
+    return {**locals(), "sign_sgd": sign_sgd, **{name: make(name) for name in names}}
 
 
 def rules(_: Path) -> Names:
@@ -168,13 +159,14 @@ def rules(_: Path) -> Names:
 
         stepped(made(wrong))
 
-    formulas = {"unnamed": unnamed, "masked": masked, "any_option": any_option, "needs": needs}
-    return {**formulas, "returning": returning}
+    return locals()
 
 
 def gradients(_: Path) -> Names:
+    grads = broken(torch.zeros(4, 6))
+
     def give(name: str) -> None:
-        functional.sgd_(torch.zeros(4, 6), BROKEN[name]())
+        functional.sgd_(torch.zeros(4, 6), grads[name])
 
     def named() -> None:
         rows = nn.Embedding(4, 6, sparse=True)
@@ -182,7 +174,8 @@ def gradients(_: Path) -> Names:
         rows.weight.grad = coo(9)
         opt.step()
 
-    return {"give": give, "named": named, "rows": torch.ones(4, dtype=torch.bool)}
+    rows = torch.ones(4, dtype=torch.bool)
+    return locals()
 
 
 def steps(_: Path) -> Names:
@@ -209,6 +202,10 @@ def steps(_: Path) -> Names:
         param_of(opt).grad = torch.ones(4, 6)
         return opt
 
+    def set_mask(new: Any, /, **options: Any) -> None:
+        opt = made(**options)
+        opt.set_mask(param_of(opt), new)
+
     def step_twice_in_backward() -> None:
         opt = made()
         opt.step_in_backward()
@@ -217,17 +214,17 @@ def steps(_: Path) -> Names:
         for _ in range(2):
             param_of(opt).sum().backward()
 
-    def param_of_sgd(param: Tensor, grad: Tensor | None = None) -> None:
+    def step(param: Tensor, grad: Tensor | None = None) -> None:
         stepped(sparsestep.SGD([param]), grad)
 
+    def inference(tensor: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return tensor.clone()
+
     deferred = stepped(made(semantics="dense"))
-    return {
-        **{"with_state": with_state, "resized": resized, "step_complex": step_complex},
-        **{"with_grad": with_grad, "step_twice_in_backward": step_twice_in_backward},
-        **{"step": param_of_sgd, "inference": inference, "deferred": deferred},
-        **{"param": param_of(deferred), "rows": nn.Embedding(4, 6)},
-        "lazy": nn.UninitializedParameter(),
-    }
+    param, rows, lazy = param_of(deferred), nn.Embedding(4, 6), nn.UninitializedParameter()
+    mask = torch.ones(4, dtype=torch.bool)
+    return locals()
 
 
 def functions(_: Path) -> Names:
@@ -236,7 +233,8 @@ def functions(_: Path) -> Names:
         state = torch.zeros(4, 6), torch.zeros(4, 6)
         functional.adam_(param, coo(1), *state, **{"step": 1, **options})
 
-    return {**public(functional), "adam": adam, "without_memory": Unusable}
+    without_memory = Unusable
+    return {**public(functional), **locals()}
 
 
 def loading(_: Path) -> Names:
@@ -250,7 +248,8 @@ def loading(_: Path) -> Names:
         opt.load_state_dict(bad)
         stepped(opt)
 
-    return {"load": load, "state": saved["state"][0], "group": saved["param_groups"][0]}
+    state, group = saved["state"][0], saved["param_groups"][0]
+    return locals()
 
 
 def put(found: Any, *path: Any) -> None:
@@ -272,7 +271,7 @@ def clipping(_: Path) -> Names:
         param.grad = grad
         return [param]
 
-    return {"given": given, "compact": compact}
+    return {"compact": compact, **locals()}
 
 
 def lookups(_: Path) -> Names:
@@ -291,16 +290,15 @@ def lookups(_: Path) -> Names:
     rows = embedding()
     sharing = sparsestep.SGD(rows.parameters(), momentum=0.9)
     sharing.share_memory()
-    return {
-        **public(sparsestep.nn),
-        **{"rows": rows, "sums": bag("sum"), "bag": bag, "compact": compact, "used": used},
-        **{"embedding": embedding, "sharing": sharing, "sharded": sharded},
-        "nested": torch.nested.nested_tensor([ids(1), ids(2)], layout=torch.jagged),
-        "masked": sparsestep.SGD(rows.parameters(), mask=torch.ones(4) > 0),
-        "computed": parametrizations.weight_norm(nn.Embedding(4, 6)),
-        "collection": sparsestep.nn.EmbeddingBagCollection({"a": (4, 6)}),
-        "flat": ids(1, 2, 3),
-    }
+    sums, flat = bag("sum"), ids(1, 2, 3)
+    nested = torch.nested.nested_tensor([ids(1), ids(2)], layout=torch.jagged)
+    masked = sparsestep.SGD(rows.parameters(), mask=torch.ones(4) > 0)
+    computed = parametrizations.weight_norm(nn.Embedding(4, 6))
+    collection = sparsestep.nn.EmbeddingBagCollection({"a": (4, 6)})
+    ngrams = sparsestep.nn.NgramEmbedding(4, 6)
+    l2 = sparsestep.nn.functional.embedding_l2
+    two = nn.ModuleDict({"words": nn.Embedding(4, 6), "positions": nn.Embedding(4, 6)})
+    return {**public(sparsestep.nn), "compact": compact, "sharded": sharded, **locals()}
 
 
 def vocabularies(_: Path) -> Names:
@@ -312,8 +310,7 @@ def vocabularies(_: Path) -> Names:
     def load(**changed: Tensor) -> None:
         sparsestep.nn.Vocabulary(3).load_state_dict({**saved, **changed})
 
-    found = {"full": full, "other": other, "load": load, "saved": saved}
-    return {**public(sparsestep.nn), **found}
+    return {**public(sparsestep.nn), **locals()}
 
 
 # Files
@@ -337,8 +334,7 @@ def files(folder: Path) -> Names:
         text = good.read_bytes().split(b"\n", 2)[1]
         replaced(text, json.dumps({**json.loads(text), **changed}).encode())
 
-    found = {"mapped": mapped, "replaced": replaced, "header": header, "weight": weight}
-    return {**public(storage), **found, "good": good, "other": other, "plain": plain}
+    return {**public(storage), **locals()}
 
 
 def after(saved: Path, pattern: str, change: Callable[[Path], object]) -> Path:
@@ -398,11 +394,7 @@ def checkpoints(folder: Path) -> Names:
         finally:
             model.mean = before
 
-    return {
-        **{"load": load, "damaged": damaged, "manifest": manifest, "text": text, **DAMAGES},
-        **{"save": storage.save, "saved": saved, "model": model, "opt": opt, "folder": folder},
-        "load_with_buffer": load_with_buffer,
-    }
+    return {"save": storage.save, **DAMAGES, **locals()}
 
 
 # Ranks, of which there is one
@@ -427,12 +419,10 @@ def sharding(folder: Path) -> Names:
     padded = tables(padding_idx=1)
     distributed.shard(padded, plan="rows")
     rows, others = sharded(plan="rows")[0], sharded(plan="rows")[0]
-    return {
-        **public(distributed),
-        **{"shard": shard, "tables": tables, "sharded": sharded, "tied": tied, "ByRow": ByRow},
-        **{"known": distributed.Vocabulary(rows), "others": others, "padded": padded[0]},
-        "mapped": nn.Embedding(4, 6, _weight=storage.mapped(folder / "sharded", (4, 6))),
-    }
+    known, padded = distributed.Vocabulary(rows), padded[0]
+    mapped = nn.Embedding(4, 6, _weight=storage.mapped(folder / "sharded", (4, 6)))
+    helpers = {"tables": tables, "sharded": sharded, "ByRow": ByRow}
+    return {**public(distributed), **helpers, **locals()}
 
 
 def shards(folder: Path) -> Names:
@@ -450,11 +440,8 @@ def shards(folder: Path) -> Names:
     def damaged(pattern: str, change: Callable[[Path], object]) -> None:
         load(after(saved, pattern, change))
 
-    return {
-        **{"load": load, "into": into, "damaged": damaged, "tables": tables, **DAMAGES},
-        **{"save": distributed.save, "saved": saved, "model": model, "opt": opt, "folder": folder},
-        "larger": nn.Sequential(sparsestep.nn.EmbeddingBag(9, 4), nn.Linear(4, 1)),
-    }
+    larger = nn.Sequential(sparsestep.nn.EmbeddingBag(9, 4), nn.Linear(4, 1))
+    return {"save": distributed.save, "tables": tables, **DAMAGES, **locals()}
 
 
 SECTIONS: dict[str, Callable[[Path], Names]] = {

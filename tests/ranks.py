@@ -1,25 +1,22 @@
 """Tests whose body runs on several ranks: ``@ranks(2, 3)``.
 
-Ranks are started once per world size, and run the tests of all modules. On Linux they are forked
-from a process that has imported torch; elsewhere each is an interpreter of its own. A rank reads
-tasks from a connection to pytest's process: which function, with which arguments.
+Ranks are started once per world size, and run the tests of all modules. They are forked from a
+process that has imported torch, where the system can. A rank reads tasks from a pipe: which
+function, with which arguments.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import functools
 import gc
 import importlib
 import inspect
+import multiprocessing
 import os
-import pickle
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +25,8 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +36,10 @@ import torch
 import sparsestep
 from sparsestep import errors
 
-ROOT = Path(__file__).parents[1]
 HAS_GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-_FORKS = sys.platform == "linux"  # elsewhere, what torch uses may not survive a fork
-_START = 120.0  # seconds to import everything, on a busy machine
 _TIMEOUT = 120.0  # seconds, of process groups
+_context = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
+sparsestep.SGD([torch.zeros(1)])  # torch imports its compiler now, not on every rank
 
 
 @dataclass
@@ -149,32 +146,31 @@ class _Pool:
     """The ranks of one world size."""
 
     def __init__(self, world: int, timeout: float = _TIMEOUT) -> None:
-        self.timeout, self.folder = timeout, Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.timeout, self.folder = timeout, tempfile.TemporaryDirectory(prefix="ranks-")
         self.ranks: list[Connection] = []
-        self.pids: list[int] = []
-        with _listener() as listener:
-            _start(_Start(world, self.folder, timeout, listener.address))
-            found = {}
-            while len(found) < world:
-                connection = listener.accept()
-                rank, pid = connection.recv()
-                found[rank] = connection, pid
+        self.processes: list[Any] = []
+        _start_server()
         for rank in range(world):
-            self.ranks.append(found[rank][0])
-            self.pids.append(found[rank][1])
+            ours, theirs = _context.Pipe()
+            where = Path(self.folder.name), rank, world, timeout
+            process = _context.Process(target=_serve, args=(theirs, *where), daemon=True)
+            process.start()
+            theirs.close()
+            self.ranks.append(ours)
+            self.processes.append(process)
 
     def run(self, task: _Task, killed: int | None = None) -> list[Any]:
         replies: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + self.timeout + 5
         for connection in self.ranks:
-            connection.send_bytes(pickle.dumps(task))
+            connection.send(task)
         while len(replies) < len(self.ranks):
             missing = [c for n, c in enumerate(self.ranks) if n not in replies]
             ready = wait(missing, max(0.0, deadline - time.monotonic()))
             for connection in ready:
                 rank = self.ranks.index(connection)  # type: ignore[arg-type]
                 try:
-                    replies[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                    replies[rank] = connection.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     replies[rank] = ("ended", None) if rank == killed else ("failed", "it ended")
                 if replies[rank][0] == "failed":  # others may wait for it
@@ -195,14 +191,14 @@ class _Pool:
             texts.append(f"rank {rank} of {world}:\n{text}{self._log(rank)}")
         for rank in stuck:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pids[rank], signal.SIGUSR1)
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5 if stuck else 0)  # for the stacks to be written
         texts += [f"rank {rank} of {world} did not finish:\n{self._log(rank)}" for rank in stuck]
         self.close()
         pytest.fail("\n".join(texts), pytrace=False)
 
     def _log(self, rank: int) -> str:
-        return (self.folder / f"log{rank}").read_text()[-4000:]
+        return Path(self.folder.name, f"log{rank}").read_text()[-4000:]
 
     def close(self) -> None:
         """Let ranks that wait for a task end; kill others."""
@@ -211,38 +207,13 @@ class _Pool:
         for connection in self.ranks:
             connection.close()
         deadline = time.monotonic() + 5
-        for pid in self.pids:
-            while _is_alive(pid) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-@atexit.register
-def _close_pools() -> None:
-    for pool in list(_pools.values()):
-        pool.close()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-@dataclass
-class _Start:
-    world: int
-    folder: Path
-    timeout: float
-    address: Any
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+        self.folder.cleanup()
 
 
 _pools: dict[int, _Pool] = {}
-_processes: list[subprocess.Popen[bytes]] = []
 
 
 def _pool(world: int) -> _Pool:
@@ -251,91 +222,43 @@ def _pool(world: int) -> _Pool:
     return _pools[world]
 
 
-def _start(start: _Start) -> None:
-    if _FORKS:
-        _starter().send(start)
-        return
-    for rank in range(start.world):
-        _run(start.address, str(rank), pickle.dumps(start).hex())
-
-
-def _listener() -> Listener:
-    listener = Listener()
-    if hasattr(socket, "AF_UNIX"):
-        listener._listener._socket.settimeout(_START)  # type: ignore[attr-defined]
-    return listener
-
-
-@functools.cache
-def _starter() -> Connection:
-    """A process that has imported everything, and forks into ranks."""
-    with _listener() as listener:
-        _run(listener.address)
-        connection = listener.accept()
-    assert isinstance(connection, Connection)
-    return connection
-
-
-def _run(address: Any, *arguments: str) -> None:
-    loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), None)
-    names = {"GLOO_SOCKET_IFNAME": loopback, "TP_SOCKET_IFNAME": loopback} if loopback else {}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "tests.ranks", str(address), *arguments],
-        cwd=ROOT,
-        env={**os.environ, **names, "OMP_NUM_THREADS": "1"},
-    )
-    _processes.append(process)
+def _start_server() -> None:
+    """Start the process that ranks are forked from, without threads of OpenMP."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if loopback else ():
+            patch.setenv(name, loopback[0])
+        if sys.platform != "win32":
+            _context.set_forkserver_preload([__name__])
+            forkserver.ensure_running()
 
 
 # In other processes
 
 
-def _main() -> None:
-    sparsestep.SGD([torch.zeros(1)])  # with the first optimizer torch imports its compiler
+def _serve(tasks: Connection, folder: Path, rank: int, world: int, timeout: float) -> None:
+    """Be a rank."""
+    log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
+    warnings.simplefilter("error")
     # Torch's parts warn each other of TorchScript, and of process groups without a frontend.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\b")
     warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # torch 2.7's own
-    if len(sys.argv) > 2:
-        _serve(pickle.loads(bytes.fromhex(sys.argv[3])), int(sys.argv[2]))
-        return
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks leave no zombies
-    with Client(sys.argv[1]) as connection:
-        while True:
-            try:
-                start = connection.recv()
-            except (EOFError, OSError, KeyboardInterrupt):
-                return
-            for rank in range(start.world):
-                if os.fork() == 0:
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    connection.close()
-                    _serve(start, rank)
-                    return
-
-
-def _serve(start: _Start, rank: int) -> None:
-    """Be a rank; then the interpreter ends as usual, which must work, too."""
-    log = os.open(start.folder / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
-        init_method=(start.folder / "meeting").as_uri(),
+        init_method=(folder / "meeting").as_uri(),
         rank=rank,
-        world_size=start.world,
-        timeout=timedelta(seconds=start.timeout),
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
     )
-    with Client(start.address) as connection:
-        connection.send((rank, os.getpid()))
+    with contextlib.suppress(EOFError, OSError):  # pytest's process has closed the pipe
         while True:
-            try:
-                task = pickle.loads(connection.recv_bytes())
-            except (EOFError, OSError):
-                break
-            connection.send_bytes(pickle.dumps(_reply(task, rank, start.world)))
+            tasks.send(_reply(tasks.recv(), rank, world))
     torch.distributed.destroy_process_group()
 
 
@@ -359,9 +282,3 @@ def _destroy_groups() -> None:
     for group in list(torch.distributed.distributed_c10d._world.pg_map):
         if group is not torch.distributed.group.WORLD:
             torch.distributed.destroy_process_group(group)
-
-
-if __name__ == "__main__":
-    from tests.ranks import _main as main  # tasks are classes of this module, not of __main__
-
-    main()

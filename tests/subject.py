@@ -196,9 +196,7 @@ class Snapshot:
                 self.counts.append(count_in(record))
             except (TypeError, ValueError, RuntimeError):
                 self.counts.append(None)
-            self.state.append(
-                {k: v.clone() if isinstance(v, Tensor) else v for k, v in record.items()}
-            )
+            self.state.append({k: v.clone() if _is_readable(v) else v for k, v in record.items()})
         for group in subject.groups:
             self._options.append({k: v for k, v in group.items() if k != "rounding_seed"})
         self._deferred = _deferred(subject.optimizer)
@@ -245,11 +243,9 @@ def _deferred(optimizer: RuleOptimizer) -> dict[Any, tuple[Any, ...]]:
 
 
 def _same(now: Any, was: Any) -> bool:
-    if not isinstance(now, Tensor):
-        return now is was or bool(now == was)
-    if not _is_readable(now):
-        return isinstance(was, Tensor)
-    return isinstance(was, Tensor) and same_bits(now, was)
+    if _is_readable(now) and _is_readable(was):
+        return same_bits(now, was)
+    return now is was or (not isinstance(now, Tensor) and bool(now == was))
 
 
 @contextmanager

@@ -58,7 +58,9 @@ OPTIONS: dict[type[RuleOptimizer], list[dict[str, Any]]] = {
     ],
     sparsestep.RowwiseAdagrad: [{"weight_decay": 0.1}],
     sparsestep.RowwiseAdam: [
-        {"bias_correction": "per_row", "weight_decay": 0.1, "decoupled_weight_decay": True}
+        {"bias_correction": "per_row", "weight_decay": 0.1, "decoupled_weight_decay": True},
+        {"betas": (0.0, 0.9)},
+        {"betas": (0.0, 0.9), "bias_correction": "per_row", "weight_decay": 0.1},
     ],
     sparsestep.SGD: [
         {"momentum": 0.9, "dampening": 0.5},

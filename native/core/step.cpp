@@ -86,7 +86,7 @@ void split_evenly(const Dedup::Range& range, int64_t entries, const Add& add) {
 Step::Step(Job* jobs, int64_t count, int threads) : jobs_(jobs), count_(count), threads_(threads) {
     int64_t bytes = 0;
     for (int64_t j = 0; j < count; ++j) bytes += traffic(jobs[j]);
-    if (bytes < serial_bytes) threads_ = 1;
+    threads_ = bytes < serial_bytes ? 1 : available_threads(threads_);
     dedups_.reserve(size_t(count));
     for (int64_t j = 0; j < count; ++j) dedups_.emplace_back(jobs[j]);
 }

@@ -129,7 +129,8 @@ struct RuleKernel {
     Apply apply;
 };
 
-constexpr int series_terms = 4;
+// Coefficients of a Chebyshev series; behind them, a bound on the rest of it.
+constexpr int series_terms = 16;
 
 // Rows to catch up; see src/sparsestep/deferred.
 struct CatchUpJob {
@@ -148,15 +149,15 @@ struct CatchUpJob {
     int buffer, square;                 // numbers of the states that an idle update uses, or -1
     double buffer_decay, square_decay;  // by which they decay in a step
     double eps;
-    double largest_ratio;   // of eps to the root of a square, where the series is exact enough
-    bool converges;         // whether there are sums
-    int64_t horizon;        // how many steps back a move still matters to the sums
-    int64_t most_replayed;  // how many steps matter to an entry that is replayed
-    // By step since base: 1 / (what weight decay has left), the size of the step's move, and what
-    // the root of a square is divided by.
-    const double *inverse_decay, *sizes, *roots;
-    const double* sums[series_terms];  // over all later steps; or in the first, the total of sizes
-    double options[max_options];       // of the rule, for an idle update that recomputes
+    double max_error;  // of a series, relative to its first term
+    bool converges;    // whether there are sums
+    int64_t horizon;   // how many of the steps that a row missed matter to it
+    // By step since base: 1 / (what weight decay has left), the size of the step's move, what the
+    // root of a square is divided by, and the center of the sums.
+    const double *inverse_decay, *sizes, *roots, *centers;
+    const double* sums;  // by step since base, over all later steps; or the total of sizes
+    int64_t sums_per_step;
+    double options[max_options];  // of the rule, for an idle update that recomputes
 };
 
 // Of the rows [begin, end), those that one of several parts owns.

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <numeric>
 
+#include "core/splitmix.h"
 #include "core/threads.h"
 
 namespace sparsestep {
@@ -16,13 +17,6 @@ constexpr uint32_t most_counted = std::numeric_limits<uint32_t>::max();
 uint64_t folded_product(uint64_t a, uint64_t b) {
     const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
     return uint64_t(product) ^ uint64_t(product >> 64);
-}
-
-// The same everywhere, for it decides which shared row an id has: the finalizer of splitmix64.
-uint64_t public_hash(uint64_t id) {
-    id = (id ^ (id >> 30)) * 0xbf58476d1ce4e5b9;
-    id = (id ^ (id >> 27)) * 0x94d049bb133111eb;
-    return id ^ (id >> 31);
 }
 
 }  // namespace
@@ -51,7 +45,7 @@ uint32_t Vocabulary::tag_of(int64_t id) const {
 
 int64_t Vocabulary::shared_row(int64_t id) const {
     if (options_.shared == 1) return 0;
-    return int64_t(public_hash(uint64_t(id)) % uint64_t(options_.shared));
+    return int64_t(splitmix(uint64_t(id)) % uint64_t(options_.shared));
 }
 
 int64_t Vocabulary::id_of(uint32_t number) const {

@@ -184,14 +184,14 @@ template <template <class> class Rule, class T, int64_t fixed = 0>
 void apply_int8(const Job& job, const JobSlice& slice) {
 #ifndef SPARSESTEP_FEW_KERNELS
     if constexpr (fixed == 0) {
-        switch (job.slot_size) {
+        switch (is_simple_grad(job) ? job.slot_size : 0) {
             case 32: return apply_int8<Rule, T, 32>(job, slice);
             case 64: return apply_int8<Rule, T, 64>(job, slice);
             case 128: return apply_int8<Rule, T, 128>(job, slice);
         }
     }
 #endif
-    ApplyLoop<Rule<T>, T, DirectRows<T, fixed>, true, Int8Rows<T, fixed>>(job, slice).run();
+    ApplyLoop<Rule<T>, T, DirectRows<T, fixed>, (fixed > 0), Int8Rows<T, fixed>>(job, slice).run();
 }
 
 // Chooses the loop. Every instantiation costs compile time for each rule and instruction set:
@@ -203,7 +203,7 @@ void apply(const Job& job, const JobSlice& slice) {
     if constexpr (Rule<T>::states > 0) {
         if (job.has_int8_state) {
             if constexpr (sizeof(T) == 4 && Rule<T>::has_fixed_sizes) {
-                if (stored && is_simple_grad(job)) return apply_int8<Rule, T>(job, slice);
+                if (stored) return apply_int8<Rule, T>(job, slice);
             }
             stored = false;
         }

@@ -61,23 +61,23 @@ protected:
     double latest() const { return job_.inverse_decay[missed_.now]; }
     bool has_decayed() const { return job_.inverse_decay[missed_.since] != latest(); }
 
-    // Of a term of the series, over the steps missed.
-    T sum(int term) const { return T(job_.sums[term][missed_.since] / latest()); }
+    // Over the steps missed, times latest().
+    const double* sums() const { return job_.sums + missed_.since * job_.sums_per_step; }
     bool has_moved_by_sums() const {
-        return missed_.had_gradient && (!job_.converges || job_.sums[0][missed_.since] != 0);
+        return missed_.had_gradient && (!job_.converges || sums()[0] != 0);
     }
 
     // Of the sizes, over the steps up to `end`.
     double total_size(int64_t end) const {
-        return (job_.sums[0][end] - job_.sums[0][missed_.since]) / latest();
+        return (job_.sums[end] - job_.sums[missed_.since]) / latest();
     }
-    bool has_total() const { return job_.sums[0][missed_.now] != job_.sums[0][missed_.since]; }
+    bool has_total() const { return job_.sums[missed_.now] != job_.sums[missed_.since]; }
 
     // The sum of move(size, step) over the steps missed, one by one, as far as they matter. The
     // size is that of the step times what is left of the buffer by then.
     template <class Move>
     double replay(Move move) const {
-        const int64_t most = missed_.since + job_.most_replayed;
+        const int64_t most = missed_.since + job_.horizon;
         const int64_t end = missed_.now < most ? missed_.now : most;
         double total = 0, left = 1;
         for (int64_t step = missed_.since + 1; step <= end; ++step) {
@@ -116,7 +116,7 @@ public:
 
     void enter_row(const Missed& missed) {
         IdleUpdate<T>::enter_row(missed);
-        total_ = this->job_.converges ? this->sum(0)
+        total_ = this->job_.converges ? T(this->sums()[0] / this->latest())
                                       : T(this->replay([](double size, int64_t) { return size; }));
     }
     bool move(T* __restrict param, T* const* state, int64_t m) const {
@@ -179,7 +179,8 @@ private:
     T drift_{};
 };
 
-// Adam's: a buffer divided by the root of a square, where both decay.
+// Adam's: a buffer divided by the root of a square, where both decay. A Chebyshev series in
+// eps / (root * center + eps), or one step after the other where that is not exact enough.
 template <class T>
 class Quotient : public IdleUpdate<T> {
 public:
@@ -190,69 +191,104 @@ public:
 
     void enter_row(const Missed& missed) {
         IdleUpdate<T>::enter_row(missed);
-        const CatchUpJob& work = this->job_;
-        for (int i = 0; i < series_terms; ++i) sums_[i] = this->sum(i);
-        const int64_t count = missed.now - missed.since;
-        const int64_t relevant = count < work.horizon ? count : work.horizon;
-        const double* powers = work.powers[work.square];
-        const double left = powers ? powers[relevant] : 1;
-        const double bound = work.eps / work.largest_ratio;
-        least_ = work.converges ? T(bound * bound / left) : T(__builtin_inf());
-    }
-    bool move(T* __restrict param, T* const* state, int64_t m) {
-        const T* buffer = state[this->job_.buffer];
-        if (this->job_.square < this->job_.states) {
-            find_moves(buffer, state[this->job_.square], m);
-        } else {
-            find_moves(buffer, T(this->missed_.row_square), m);
+        const double* sums = this->sums();
+        const double allowed = this->job_.max_error * absolute(sums[0]);
+        double error = sums[series_terms];
+        terms_ = 0;
+        if (!this->job_.converges || !(error <= allowed)) return;
+        // Half as many terms are enough for most rows, or a quarter.
+        for (terms_ = series_terms; terms_ > series_terms / 4; terms_ /= 2) {
+            for (int i = terms_ / 2; i < terms_; ++i) error += absolute(sums[i]);
+            if (!(error <= allowed)) break;
         }
-        const T decay = this->decay_;
-        for (int64_t j = 0; j < m; ++j) param[j] += param[j] * decay - moves_[j];
+        for (int i = 0; i < terms_; ++i) series_[i] = T(sums[i] / this->latest());
+        center_ = T(this->job_.centers[missed.since]);
+    }
+    bool move(T* param, T* const* state, int64_t m) const {
+        const T* buffer = state[this->job_.buffer];
+        switch (terms_) {
+            case series_terms: move_by_series<series_terms>(param, buffer, state, m); break;
+            case series_terms / 2: move_by_series<series_terms / 2>(param, buffer, state, m); break;
+            case series_terms / 4: move_by_series<series_terms / 4>(param, buffer, state, m); break;
+            default: replay_entries(param, buffer, state, m);
+        }
         return false;
     }
     bool is_stale(bool) const { return this->has_decayed() || this->has_moved_by_sums(); }
 
 private:
-    // By the series; where the square is too small for it, step by step.
-    void find_moves(const T* __restrict buffer, const T* __restrict square, int64_t m) {
-        const T s0 = sums_[0], s1 = sums_[1], s2 = sums_[2], s3 = sums_[3];
-        const T eps = T(this->job_.eps), least = least_;
-        Counter<T> replayed = 0;
-        for (int64_t j = 0; j < m; ++j) {
-            const T v = square[j];
-            const bool series = v >= least && v > 0;
-            const T inverse = 1 / square_root(series ? v : T(1));
-            const T y = -eps * inverse;
-            const T move = buffer[j] * inverse * (s0 + y * (s1 + y * (s2 + y * s3)));
-            moves_[j] = series ? move : T(0);
-            replayed += !series & (buffer[j] != 0);
-        }
-        if (!replayed) return;
-        for (int64_t j = 0; j < m; ++j) {
-            const T v = square[j];
-            if ((v >= least && v > 0) || buffer[j] == 0) continue;
-            moves_[j] = T(double(buffer[j]) * replay_entry(square_root(double(v))));
+    // Whether each entry has a square, and not the row.
+    bool has_squares() const { return this->job_.square < this->job_.states; }
+
+    template <int terms>
+    void move_by_series(T* __restrict param, const T* __restrict buffer, T* const* state,
+                        int64_t m) const {
+        const Series<terms> series(*this);
+        const T decay = this->decay_;
+        if (has_squares()) {
+            const T* __restrict square = state[this->job_.square];
+            for (int64_t j = 0; j < m; ++j) {
+                const T move = buffer[j] * series.at(square[j]);
+                param[j] += param[j] * decay - (buffer[j] != 0 ? move : T(0));
+            }
+        } else {
+            const T sum = series.at(T(this->missed_.row_square));
+            for (int64_t j = 0; j < m; ++j) {
+                const T move = buffer[j] * sum;
+                param[j] += param[j] * decay - (buffer[j] != 0 ? move : T(0));
+            }
         }
     }
 
-    // The same where all entries have one square.
-    void find_moves(const T* __restrict buffer, T square, int64_t m) {
-        if (square >= least_ && square > 0) {
-            const T inverse = 1 / square_root(square);
-            const T y = -T(this->job_.eps) * inverse;
-            const T sum = sums_[0] + y * (sums_[1] + y * (sums_[2] + y * sums_[3]));
-            for (int64_t j = 0; j < m; ++j) moves_[j] = buffer[j] * inverse * sum;
-            return;
+    template <int terms>
+    class Series {
+    public:
+        explicit Series(const Quotient& of) : eps_(T(of.job_.eps)), center_(of.center_) {
+            for (int i = 0; i < terms; ++i) series_[i] = of.series_[i];
         }
-        Counter<T> replayed = 0;
-        for (int64_t j = 0; j < m; ++j) replayed += buffer[j] != 0;
-        const double sum = replayed ? replay_entry(square_root(double(square))) : 0;
+
+        // The sum of the moves along a buffer of one; by Clenshaw's recurrence.
+        SPARSESTEP_INLINE T at(T square) const {
+            const T divisor = square_root(square) * center_ + eps_;
+            const T inverse = 1 / divisor;
+            const T twice_x = divisor > 0 ? 4 * (eps_ * inverse) - 2 : T(-2);
+            return inverse * from<terms - 1>(twice_x, 0, 0);
+        }
+
+    private:
+        // Recursive, since a loop in the loop over entries would not be vectorized.
+        template <int i>
+        SPARSESTEP_INLINE T from(T twice_x, T last, T before) const {
+            if constexpr (i == 0) {
+                return series_[0] + twice_x / 2 * last - before;
+            } else {
+                return from<i - 1>(twice_x, series_[i] + twice_x * last - before, last);
+            }
+        }
+
+        const T eps_, center_;
+        T series_[terms];
+    };
+
+    void replay_entries(T* param, const T* buffer, T* const* state, int64_t m) const {
+        const T* square = has_squares() ? state[this->job_.square] : nullptr;
+        double sum = 0;
+        bool has_sum = false;
         for (int64_t j = 0; j < m; ++j) {
-            moves_[j] = buffer[j] != 0 ? T(double(buffer[j]) * sum) : T(0);
+            T move = 0;
+            if (buffer[j] != 0) {
+                if (square || !has_sum) {
+                    sum = replay_entry(square ? double(square[j]) : this->missed_.row_square);
+                    has_sum = true;
+                }
+                move = T(double(buffer[j]) * sum);
+            }
+            param[j] += param[j] * this->decay_ - move;
         }
     }
 
-    double replay_entry(double root) const {
+    double replay_entry(double square) const {
+        const double root = square_root(square);
         double left = 1;
         return this->replay([&](double size, int64_t step) {
             left *= root_decay_;
@@ -261,9 +297,9 @@ private:
     }
 
     const double root_decay_;
-    T sums_[series_terms];
-    T least_{};  // the smallest square for which the series is exact enough
-    alignas(64) T moves_[tile_size];
+    int terms_{};  // zero: step by step
+    T series_[series_terms];
+    T center_{};
 };
 
 // The parameter is a function of the state: that of a rule, whose options may have changed.

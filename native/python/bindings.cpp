@@ -105,10 +105,12 @@ NB_MODULE(_C, module) {
         .def(nb::init<int, int, int, nb::tuple, nb::bytes>(), nb::arg("states"),
              nb::arg("slot_states"), nb::arg("numbers"), nb::arg("phases"), nb::arg("row_results"));
     nb::class_<NativeGroup>(module, "NativeGroup", "What a param group says about its updates.")
-        .def(nb::init<int, nb::tuple, bool, double, double, double, nb::tuple, bool, nb::tuple>(),
+        .def(nb::init<int, nb::tuple, bool, double, double, double, nb::tuple, bool, nb::tuple,
+                      bool>(),
              nb::arg("rule"), nb::arg("names"), nb::arg("counts"), nb::arg("sign"),
              nb::arg("coupled_decay"), nb::arg("decay_factor"), nb::arg("options"),
-             nb::arg("stochastic_rounding") = false, nb::arg("signs") = nb::tuple())
+             nb::arg("stochastic_rounding") = false, nb::arg("signs") = nb::tuple(),
+             nb::arg("takes_dense") = true)
         .def(nb::init<nb::object, nb::tuple, int64_t, double, double, double, nb::tuple, bool>(),
              nb::arg("program"), nb::arg("names"), nb::arg("step"), nb::arg("sign"),
              nb::arg("coupled_decay"), nb::arg("decay_factor"), nb::arg("numbers"),

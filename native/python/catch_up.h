@@ -7,6 +7,7 @@
 #include <atomic>
 #include <optional>
 
+#include "core/history.h"
 #include "core/threads.h"
 #include "core/types.h"
 #include "python/step.h"
@@ -26,10 +27,10 @@ struct CatchUpCall {
     int32_t now = 0, base = 0;
     int buffer = -1, square = -1;
     double buffer_decay = 1, square_decay = 1;
-    double eps = 0, largest_ratio = 1;
+    double eps = 0, max_error = 0;
     bool converges = true;
-    int64_t horizon = 1, most_replayed = 1;
-    nb::object inverse_decay, sizes, roots, sums;  // tables, float64
+    int64_t horizon = 1;
+    nb::object inverse_decay, sizes, roots, centers, sums;  // tables, float64
     nb::tuple options;
 
     // Returns a CatchUpResult as a tuple; None, and nothing done, if the core cannot read a tensor.
@@ -87,15 +88,17 @@ private:
         work.buffer_decay = buffer_decay;
         work.square_decay = square_decay;
         work.eps = eps;
-        work.largest_ratio = largest_ratio;
+        work.max_error = max_error;
         work.converges = converges;
         work.horizon = horizon;
-        work.most_replayed = most_replayed;
         work.inverse_decay = table_of(inverse_decay);
         work.sizes = table_of(sizes);
         work.roots = table_of(roots);
-        const int64_t capacity = numel(inverse_decay);
-        for (int i = 0; i < series_terms; ++i) work.sums[i] = table_of(sums) + i * capacity;
+        work.centers = table_of(centers);
+        work.sums = table_of(sums);
+        work.sums_per_step = numel(sums) / numel(inverse_decay);
+        if (square >= 0 && work.sums_per_step != series_terms + 1)
+            throw nb::value_error("no such series");
         if (nb::len(options) > size_t(max_options)) {
             throw nb::value_error("no such rule");
         }
@@ -117,7 +120,7 @@ private:
             stale += done.stale;
         };
         nb::gil_scoped_release release;
-        if (count * work.slot_size < (1 << 14)) threads = 1;
+        threads = count * work.slot_size < (1 << 14) ? 1 : available_threads(threads);
         if (work.rows) {
             // Before a step, the rows of a lookup are current. Checking takes less time than
             // assigning rows to threads.
@@ -135,7 +138,21 @@ private:
     }
 };
 
+// Adds a step to the sums of those before it, as far back as there are powers.
+void add_step(nb::handle sums, nb::handle centers, nb::handle buffer_powers, nb::handle root_powers,
+              int64_t step, double move, double root) {
+    const auto table = [](nb::handle of) { return static_cast<double*>(own_address(of)); };
+    const int64_t horizon = numel(buffer_powers), count = step < horizon ? step : horizon;
+    const int64_t first = step - count, left_out = horizon - count;
+    add_step_to_series({table(centers) + first, table(buffer_powers) + left_out,
+                        table(root_powers) + left_out, count, move, root},
+                       table(sums) + first * (series_terms + 1));
+}
+
 void bind_catch_up(nb::module_& module) {
+    module.def("add_step", &add_step, nb::arg("sums"), nb::arg("centers"), nb::arg("buffer_powers"),
+               nb::arg("root_powers"), nb::arg("step"), nb::arg("move"), nb::arg("root"),
+               "Add a step to the sums of the steps before it.");
     nb::class_<CatchUpCall>(module, "CatchUp", "Rows to catch up.")
         .def(nb::init<>())
         .def_rw("idle_update", &CatchUpCall::idle_update)
@@ -152,13 +169,13 @@ void bind_catch_up(nb::module_& module) {
         .def_rw("buffer_decay", &CatchUpCall::buffer_decay)
         .def_rw("square_decay", &CatchUpCall::square_decay)
         .def_rw("eps", &CatchUpCall::eps)
-        .def_rw("largest_ratio", &CatchUpCall::largest_ratio)
+        .def_rw("max_error", &CatchUpCall::max_error)
         .def_rw("converges", &CatchUpCall::converges)
         .def_rw("horizon", &CatchUpCall::horizon)
-        .def_rw("most_replayed", &CatchUpCall::most_replayed)
         .def_rw("inverse_decay", &CatchUpCall::inverse_decay)
         .def_rw("sizes", &CatchUpCall::sizes)
         .def_rw("roots", &CatchUpCall::roots)
+        .def_rw("centers", &CatchUpCall::centers)
         .def_rw("sums", &CatchUpCall::sums)
         .def_rw("options", &CatchUpCall::options)
         .def(

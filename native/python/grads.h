@@ -1,6 +1,6 @@
 // Gradients that the core reads without Python's help: COO over rows, the compact gradients of our
-// embeddings, dense ones with the rows or elements that a mask selects. grads/layouts.py knows
-// all layouts. Included by bindings.cpp alone.
+// embeddings, dense ones, with the rows or elements that a mask selects or all. grads/layouts.py
+// knows all layouts. Included by bindings.cpp alone.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -171,12 +171,40 @@ bool read_row_slots(nb::handle grad, const Job& job, nb::object& indices, nb::ob
     return true;
 }
 
-// Everything about the gradient of a job, for a parameter of one or more dims that is not empty.
-// False for any other form. `alive` and `joined` get what the job points to; `indices` the tensor
-// of indices, or the parts of a compact gradient.
-bool read_standard_grad(const PlainTensor& param, nb::handle grad, nb::handle selection, Job& job,
-                        nb::object& indices, std::vector<nb::object>& alive,
+// How the core reads a dense gradient without a mask: not at all, as one slot, or row by row.
+enum class DenseSlots { none, one, rows };
+
+bool read_dense_grad(const PlainTensor& param, nb::handle grad, DenseSlots slots, Job& job) {
+    PlainTensor what;
+    if (slots == DenseSlots::none || !what.read(grad) || is_true(grad, names().is_neg) ||
+        !what.has_shape_of(param, param.dl.dims)) {
+        return false;
+    }
+    // Where rows lie apart, nothing longer has one stride.
+    const bool by_row = slots == DenseSlots::rows || !param.are_rows_together();
+    job.all_slots = true;
+    job.num_slots = job.entries = job.rows = by_row && param.dl.dims ? param.dl.shape[0] : 1;
+    job.slot_size = param.numel() / job.num_slots;
+    const auto view = what.view(job.slot_size);
+    if (!view) return false;
+    job.values = *view;
+    return true;
+}
+
+// Everything about the gradient of a job, for a parameter that is not empty. False for any other
+// form. `alive` and `joined` get what the job points to; `indices` the tensor of indices, the parts
+// of a compact gradient, or None for a dense one.
+bool read_standard_grad(const PlainTensor& param, nb::handle grad, nb::handle selection,
+                        DenseSlots dense, Job& job, nb::object& indices,
+                        std::vector<nb::object>& alive,
                         std::vector<std::unique_ptr<JoinedParts>>& joined) {
+    if (selection.is_none() && is_strided(grad)) {
+        if (!read_dense_grad(param, grad, dense, job)) return false;
+        alive.push_back(nb::borrow(grad));
+        indices = nb::none();
+        return true;
+    }
+    if (param.dl.dims == 0) return false;
     job.num_slots = param.dl.shape[0];
     job.slot_size = param.numel() / job.num_slots;
     if (selection.is_none() && is_compact(grad)) {

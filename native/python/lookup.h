@@ -9,6 +9,7 @@
 
 #include "core/lookup.h"
 #include "core/memory.h"
+#include "core/ngrams.h"
 #include "python/step.h"
 #include "python/tensors.h"
 
@@ -39,6 +40,24 @@ struct MakeTensors {
         return made;
     }
 };
+
+// False if torch returns another kind of tensor, as under a fake mode.
+template <class T>
+bool make_tensor(nb::object& tensor, nb::handle shape, PyObject* dtype, T*& to) {
+    tensor = MakeTensors::get()(shape, dtype);
+    PlainTensor made;
+    if (!made.read(tensor)) return false;
+    to = static_cast<T*>(made.data());
+    return true;
+}
+
+bool read_integers(nb::handle tensor, PlainTensor& read, Integers& to) {
+    if (!read.read(tensor) || read.dl.code != dl_int || is_true(tensor, names().is_neg)) {
+        return false;
+    }
+    to = {read.data(), read.dl.bits == 32};
+    return read.dl.bits == 64 || read.dl.bits == 32;
+}
 
 // A lookup in one table, and its result. Off the fast path, Python handles all cases and raises all
 // messages.
@@ -85,14 +104,6 @@ struct LookupCall {
     }
 
 private:
-    static bool read_integers(nb::handle tensor, PlainTensor& read, Integers& to) {
-        if (!read.read(tensor) || read.dl.code != dl_int || is_true(tensor, names().is_neg)) {
-            return false;
-        }
-        to = {read.data(), read.dl.bits == 32};
-        return read.dl.bits == 64 || read.dl.bits == 32;
-    }
-
     bool read_bags(const PlainTensor& ids, nb::handle starts, bool have_end) {
         work.length = 1;
         work.bags = work.id_count;
@@ -143,27 +154,18 @@ private:
             if (!of_output.is_valid()) throw nb::python_error();
         }
         if (work.pooling == Pooling::dot) of_output = shape;
-        if (!make(output, of_output, dtype.ptr(), work.output)) return false;
+        if (!make_tensor(output, of_output, dtype.ptr(), work.output)) return false;
         if (!has_gradient) return true;
-        if (is_max && !make(winners, of_output, names().int64, work.winners)) return false;
+        if (is_max && !make_tensor(winners, of_output, names().int64, work.winners)) return false;
         const bool sizes_differ = work.padding >= 0 || work.starts.data;
         if (is_max || (work.pooling == Pooling::mean && sizes_differ)) {
-            if (!make(counted, nb::make_tuple(work.bags), names().int64, work.counted))
+            if (!make_tensor(counted, nb::make_tuple(work.bags), names().int64, work.counted))
                 return false;
         }
         if (is_max) return true;
         const bool has_source = sizes_differ || work.length != 1;
-        return make(indices, of_ids, names().int64, work.indices) &&
-               (!has_source || make(value_index, of_ids, names().int64, work.value_index));
-    }
-
-    template <class T>
-    static bool make(nb::object& tensor, nb::handle shape, PyObject* dtype, T*& to) {
-        tensor = MakeTensors::get()(shape, dtype);
-        PlainTensor made;
-        if (!made.read(tensor)) return false;
-        to = static_cast<T*>(made.data());
-        return true;
+        return make_tensor(indices, of_ids, names().int64, work.indices) &&
+               (!has_source || make_tensor(value_index, of_ids, names().int64, work.value_index));
     }
 };
 
@@ -200,7 +202,50 @@ nb::object run_look_up(nb::list tables, int threads, int instruction_set) {
     return found;
 }
 
+// The rows of all n-grams, and the starts of bags. None, and nothing done, off the fast path or if
+// a token is negative.
+nb::object run_hash_ngrams(nb::object tokens, nb::object documents, nb::tuple orders, int64_t heads,
+                           int64_t seed, int64_t rows, bool is_split, int threads) {
+    Ngrams ngrams{};
+    PlainTensor ids, changes;
+    if (!names().exchange || !read_integers(tokens, ids, ngrams.tokens) || ids.dl.dims != 2) {
+        return nb::none();
+    }
+    if (!documents.is_none() &&
+        (!read_integers(documents, changes, ngrams.documents) || !changes.has_shape_of(ids, 2))) {
+        return nb::none();
+    }
+    ngrams.positions = ids.numel();
+    ngrams.time = ids.dl.shape[1];
+    for (nb::handle order : orders) ngrams.orders.push_back(nb::cast<int64_t>(order));
+    ngrams.heads = heads;
+    ngrams.seed = uint64_t(seed);
+    ngrams.rows = uint64_t(rows);
+    ngrams.is_split = is_split;
+    const bool fits = ngrams.positions > 0 && !ngrams.orders.empty() && heads > 0 && rows > 0;
+    if (!fits) return nb::none();
+    nb::object found = nb::none(), starts = nb::none();
+    int64_t *to = nullptr, *bags = nullptr;
+    const int64_t most = ngrams.positions * ngrams.per_position();
+    if (!make_tensor(found, nb::make_tuple(most), names().int64, to) ||
+        !make_tensor(starts, nb::make_tuple(ngrams.bags() + 1), names().int64, bags)) {
+        return nb::none();
+    }
+    int64_t count;
+    {
+        nb::gil_scoped_release release;
+        count = hash_ngrams(ngrams, to, bags, threads);
+    }
+    if (count < 0) return nb::none();
+    return nb::make_tuple(found.attr("narrow")(0, 0, count), starts);
+}
+
 void bind_lookup(nb::module_& module) {
+    module.def("hash_ngrams", &run_hash_ngrams, nb::arg("tokens"), nb::arg("documents").none(),
+               nb::arg("orders"), nb::arg("heads"), nb::arg("seed"), nb::arg("rows"),
+               nb::arg("is_split"), nb::arg("threads"),
+               "The rows of all n-grams and the starts of bags; None, and nothing done, where "
+               "anything is unusual or wrong.");
     module.def("look_up", &run_look_up, nb::arg("tables"), nb::arg("threads"),
                nb::arg("instruction_set"),
                "Look up rows or bags in all tables; None, and nothing done, where anything is "

@@ -148,17 +148,19 @@ struct NativeGroup {
     double l2, decay_factor;
     std::vector<double> options;  // of the rule, or the numbers of the program
     bool stochastic_rounding;     // whether half precision is rounded at random
+    bool takes_dense;             // whether dense gradients without a mask are the core's
     std::vector<bool> signs;      // for each state that is codes, whether it has a sign; else none
 
     NativeGroup(int rule, nb::tuple names, bool counts, double sign, double l2, double decay_factor,
-                nb::tuple options, bool stochastic_rounding, nb::tuple signs)
+                nb::tuple options, bool stochastic_rounding, nb::tuple signs, bool takes_dense)
         : rule(rule),
           names(names),
           counts(counts),
           maximize(sign < 0),
           l2(l2),
           decay_factor(decay_factor),
-          stochastic_rounding(stochastic_rounding) {
+          stochastic_rounding(stochastic_rounding),
+          takes_dense(takes_dense) {
         const Kernels kernels = instruction_sets()[0].in_float;
         if (rule < 0 || rule >= kernels.rule_count) throw nb::value_error("no such rule");
         const RuleKernel& of = kernels.rules[rule];
@@ -181,7 +183,8 @@ struct NativeGroup {
           maximize(sign < 0),
           l2(l2),
           decay_factor(decay_factor),
-          stochastic_rounding(stochastic_rounding) {
+          stochastic_rounding(stochastic_rounding),
+          takes_dense(true) {  // torch has no kernel for a custom rule
         if (nb::len(names) != size_t(program->states + program->slot_states) ||
             nb::len(numbers) != size_t(program->numbers)) {
             throw nb::value_error("a program was given the wrong number of states or numbers");
@@ -193,6 +196,13 @@ struct NativeGroup {
         if (!program) return (in_double ? set.in_double : set.in_float).rules[rule];
         return {"program", program->states, program->slot_states, int(options.size()),
                 in_double ? set.program_double : set.program_float};
+    }
+
+    // A formula that reads whole rows, but has no state for them, is left to Python.
+    DenseSlots dense_slots() const {
+        if (!takes_dense) return DenseSlots::none;
+        if (kernel(instruction_sets()[0], false).slot_states > 0) return DenseSlots::rows;
+        return program && program->phase_count > 1 ? DenseSlots::none : DenseSlots::one;
     }
 
     // The group must outlive the job where it has a program.
@@ -398,8 +408,8 @@ public:
         return true;
     }
 
-    // Claims the parameters of a group that match the fast path: a row-sparse gradient on the CPU,
-    // or a dense one of which `selections` has the rows or elements; state that fits; everything
+    // Claims the parameters of a group that match the fast path: a row-sparse or dense gradient on
+    // the CPU, of which `selections` has the rows or elements; state that fits; everything
     // contiguous. Returns the numbers of all others that have a gradient; Python handles them and
     // raises every message. Gradients are those of the parameters unless `grads` are given; `first`
     // is the first parameter's number in its group. `known` has the addresses of a parameter and
@@ -463,15 +473,18 @@ public:
                    int64_t step) {
         const RuleKernel rule = group.kernel(set_, false);
         PlainTensor own;
-        if (!names().exchange || !own.read_rows(param) || own.dl.dims == 0 || own.numel() == 0 ||
+        if (!names().exchange || !own.read_rows(param) || own.numel() == 0 ||
             nb::len(states) != nb::len(group.names) || !group.signs.empty() ||
             !is_writable(param, own)) {
             return false;
         }
         Job job{};
         nb::object indices;
-        if (!read_standard_grad(own, grad, nb::none(), job, indices, alive_, joined_)) return false;
-        if (rule.slot_states > 0 && job.num_slots != own.dl.shape[0]) return false;
+        if (!read_standard_grad(own, grad, nb::none(), group.dense_slots(), job, indices, alive_,
+                                joined_) ||
+            !has_row_slots(rule, own, job)) {
+            return false;
+        }
         const auto view = own.view(job.slot_size);
         if (!view) return false;
         job.param = *view;
@@ -501,13 +514,14 @@ public:
 
     // Has the commit advance the last steps of all rows that get a gradient. `deferred` has for
     // each job its parameter, the last steps, and the latest step. False if another parameter was
-    // claimed, or a row is deferred; a last step that is not initialized is 0, which counts as
-    // deferred.
+    // claimed, its gradient is dense, or a row is deferred; a last step that is not initialized is
+    // 0, which counts as deferred.
     bool set_last_steps(nb::list deferred, int threads) {
         if (nb::len(deferred) != jobs_.size()) return false;
         for (size_t i = 0; i < jobs_.size(); ++i) {
             const nb::tuple one = nb::cast<nb::tuple>(deferred[i]);
-            if (one[0].ptr() != written_[i].ptr() || numel(one[1]) != jobs_[i].num_slots) {
+            if (one[0].ptr() != written_[i].ptr() || numel(one[1]) != jobs_[i].num_slots ||
+                jobs_[i].all_slots) {
                 return false;
             }
             alive_.push_back(one);
@@ -563,13 +577,15 @@ private:
         PlainTensor own;
         // Seen already: a parameter that is given twice.
         if (!names().exchange || !memory || contains(seen, id) || !own.read_rows(param) ||
-            own.dl.dims == 0 || own.numel() == 0 || nb::len(memory) < 2 ||
-            nb::handle(memory)[0].ptr() != param.ptr() ||
+            own.numel() == 0 || nb::len(memory) < 2 || nb::handle(memory)[0].ptr() != param.ptr() ||
             !is_address(nb::handle(memory)[1], own.data()) || is_true(param, names().is_neg)) {
             return false;
         }
         Job job{};
-        if (!read_standard_grad(own, grad, selection, job, indices, alive_, joined_)) return false;
+        if (!read_standard_grad(own, grad, selection, group.dense_slots(), job, indices, alive_,
+                                joined_)) {
+            return false;
+        }
         const auto view = own.view(job.slot_size);
         if (!view) return false;
         job.param = *view;
@@ -594,7 +610,7 @@ private:
         PyObject* record = find(state, param);
         if (!record || !PyDict_Check(record) || nb::len(memory) != size_t(2 + states)) return false;
         if (group.counts && !count.read(record)) return false;
-        if (rule.slot_states > 0 && job.num_slots != own.dl.shape[0]) return false;
+        if (!has_row_slots(rule, own, job)) return false;
         for (int s = 0; s < states; ++s) {
             PyObject* tensor = find(record, group.names[size_t(s)]);
             PlainTensor read;
@@ -604,6 +620,11 @@ private:
             }
         }
         return true;
+    }
+
+    // Whether slots are rows where the rule keeps state for them.
+    static bool has_row_slots(const RuleKernel& rule, const PlainTensor& own, const Job& job) {
+        return rule.slot_states == 0 || (own.dl.dims > 0 && job.num_slots == own.dl.shape[0]);
     }
 
     // Reads the s-th state tensor of a parameter.

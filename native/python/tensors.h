@@ -5,7 +5,7 @@
 
 #include <nanobind/nanobind.h>
 
-#include <cstring>
+#include <algorithm>
 #include <iterator>
 #include <optional>
 
@@ -234,8 +234,7 @@ struct PlainTensor {
         return product;
     }
     bool has_shape_of(const PlainTensor& other, int32_t dims) const {
-        return dl.dims == dims &&
-               std::memcmp(dl.shape, other.dl.shape, size_t(dims) * sizeof(int64_t)) == 0;
+        return dl.dims == dims && std::equal(dl.shape, dl.shape + dims, other.dl.shape);
     }
     bool is_int64() const { return dl.code == dl_int && dl.bits == 64; }
     std::optional<Dtype> dtype() const {

@@ -39,8 +39,8 @@ struct RAdam {
     inline void operator()(T& param, T grad, T& exp_avg, T& exp_avg_sq) const {
         exp_avg = exp_avg + one_minus_beta1 * (grad - exp_avg);
         exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
-        const T divisor = divides ? square_root(exp_avg_sq) + eps : T(1);
-        param = param - step_size * exp_avg / divisor;
+        const T root = square_root(exp_avg_sq) + eps;  // always: a branch would not be vectorized
+        param = param - step_size * exp_avg / (divides ? root : T(1));
     }
 };
 

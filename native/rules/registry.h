@@ -16,25 +16,27 @@
 #include "rules/sparse_adam.h"
 
 // clang-format off
-#define SPARSESTEP_RULES(X)    \
-    X(SparseAdam)              \
-    X(SparseAdamPerRow)        \
-    X(Adam)                    \
-    X(AdamPerRow)              \
-    X(AMSGrad)                 \
-    X(AMSGradPerRow)           \
-    X(NAdam)                   \
-    X(RAdam)                   \
-    X(Adagrad)                 \
-    X(RowwiseAdagrad)          \
-    X(RowwiseAdam)             \
-    X(RowwiseAdamPerRow)       \
-    X(SGD)                     \
-    X(MomentumSGD)             \
-    X(RMSprop)                 \
-    X(MomentumRMSprop)         \
-    X(CenteredRMSprop)         \
-    X(CenteredMomentumRMSprop) \
-    X(Lion)                    \
+#define SPARSESTEP_RULES(X)             \
+    X(SparseAdam)                       \
+    X(SparseAdamPerRow)                 \
+    X(Adam)                             \
+    X(AdamPerRow)                       \
+    X(AMSGrad)                          \
+    X(AMSGradPerRow)                    \
+    X(NAdam)                            \
+    X(RAdam)                            \
+    X(Adagrad)                          \
+    X(RowwiseAdagrad)                   \
+    X(RowwiseAdam)                      \
+    X(RowwiseAdamPerRow)                \
+    X(RowwiseAdamWithoutMomentum)       \
+    X(RowwiseAdamWithoutMomentumPerRow) \
+    X(SGD)                              \
+    X(MomentumSGD)                      \
+    X(RMSprop)                          \
+    X(MomentumRMSprop)                  \
+    X(CenteredRMSprop)                  \
+    X(CenteredMomentumRMSprop)          \
+    X(Lion)                             \
     X(Ftrl)
 // clang-format on

@@ -1,5 +1,6 @@
 // Adam with one second moment per row, fed by the mean of the row's squared gradient; the first
-// moment is kept per element. The Python twin is src/sparsestep/optim/rowwise_adam.py.
+// moment is kept per element, and not at all if beta1 is zero. The Python twin is
+// src/sparsestep/optim/rowwise_adam.py.
 #pragma once
 
 #include "rules/bias_correction.h"
@@ -7,10 +8,13 @@
 namespace sparsestep {
 namespace {
 
-template <class T, bool per_row>
+template <class T, bool momentum, bool per_row>
 struct RowwiseAdamRule {
-    static constexpr const char* name = per_row ? "rowwise_adam_per_row" : "rowwise_adam";
-    static constexpr int states = 1;
+    static constexpr const char* name =
+        momentum
+            ? (per_row ? "rowwise_adam_per_row" : "rowwise_adam")
+            : (per_row ? "rowwise_adam_without_momentum_per_row" : "rowwise_adam_without_momentum");
+    static constexpr int states = momentum ? 1 : 0;
     static constexpr int slot_states = 1 + BiasCorrection<T, per_row>::slot_states;
     static constexpr bool wants_mean_square = true;
     static constexpr bool has_fixed_sizes = !per_row;
@@ -37,12 +41,17 @@ struct RowwiseAdamRule {
         exp_avg = exp_avg + one_minus_beta1 * (grad - exp_avg);
         param = param - step_size * exp_avg;
     }
+    inline void operator()(T& param, T grad) const { param = param - step_size * grad; }
 };
 
 template <class T>
-using RowwiseAdam = RowwiseAdamRule<T, false>;
+using RowwiseAdam = RowwiseAdamRule<T, true, false>;
 template <class T>
-using RowwiseAdamPerRow = RowwiseAdamRule<T, true>;
+using RowwiseAdamPerRow = RowwiseAdamRule<T, true, true>;
+template <class T>
+using RowwiseAdamWithoutMomentum = RowwiseAdamRule<T, false, false>;
+template <class T>
+using RowwiseAdamWithoutMomentumPerRow = RowwiseAdamRule<T, false, true>;
 
 }  // namespace
 }  // namespace sparsestep

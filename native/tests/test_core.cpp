@@ -20,13 +20,19 @@ int main(int count, char** names) {
         {"mapped_file", test_mapped_file},
         {"memory", test_memory},
         {"lookup", test_lookup},
+        {"ngrams", test_ngrams},
         {"vocabulary", test_vocabulary},
+        {"threads", test_threads},
     };
+    int run = 0;
     for (const auto& [name, test] : groups) {
         bool chosen = count == 1;
         for (int i = 1; i < count; ++i) chosen |= std::strcmp(names[i], name) == 0;
-        if (chosen) test();
+        if (!chosen) continue;
+        test();
+        ++run;
     }
+    check(count == 1 || run == count - 1, "every argument names a group");
     std::printf("core: %s\n", failures ? "FAILED" : "ok");
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -61,6 +61,8 @@ void test_round_robin();
 void test_mapped_file();
 void test_memory();
 void test_lookup();
+void test_ngrams();
 void test_vocabulary();
+void test_threads();
 
 }  // namespace sparsestep::testing

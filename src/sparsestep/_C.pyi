@@ -31,6 +31,7 @@ class _NativeGroup:
         options: tuple[float, ...],
         stochastic_rounding: bool = False,
         signs: tuple[bool, ...] = (),
+        takes_dense: bool = True,
     ) -> None: ...
     @overload
     def __init__(
@@ -70,7 +71,7 @@ class _NativeStep:
         selections: list[tuple[Tensor, int, torch.Size] | None] | None,
         grads: Sequence[Tensor | IndexedGrad | None] | None,
         first: int,
-        claimed: list[tuple[int, Tensor | tuple[IndexedGrad, ...]]] | None,
+        claimed: list[tuple[int, Tensor | tuple[IndexedGrad, ...] | None]] | None,
     ) -> list[int]: ...
     def prepare_dense_replay(
         self,
@@ -99,13 +100,13 @@ class CatchUp:
     buffer_decay: float
     square_decay: float
     eps: float
-    largest_ratio: float
+    max_error: float
     converges: bool
     horizon: int
-    most_replayed: int
     inverse_decay: Tensor
     sizes: Tensor
     roots: Tensor
+    centers: Tensor
     sums: Tensor
     options: tuple[float, ...]
     def __init__(self) -> None: ...
@@ -174,6 +175,16 @@ class Core(Protocol):
         threads: int,
     ) -> bool: ...
     def set_compact_class(self, type: type) -> None: ...
+    def add_step(
+        self,
+        sums: Tensor,
+        centers: Tensor,
+        buffer_powers: Tensor,
+        root_powers: Tensor,
+        step: int,
+        move: float,
+        root: float,
+    ) -> None: ...
     CatchUp: type[CatchUp]
     RowWrites: type[RowWrites]
     def slots_of(
@@ -230,6 +241,17 @@ class Core(Protocol):
     def look_up(
         self, tables: Sequence[tuple[Any, ...]], threads: int, instruction_set: int
     ) -> list[tuple[Any, ...]] | None: ...
+    def hash_ngrams(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None,
+        orders: tuple[int, ...],
+        heads: int,
+        seed: int,
+        rows: int,
+        is_split: bool,
+        threads: int,
+    ) -> tuple[Tensor, Tensor] | None: ...
     def vocabulary(
         self,
         rows: int,

@@ -7,11 +7,14 @@ from sparsestep import distributed, functional, nn, storage
 from sparsestep.errors import InputError, SlowWarning, StaleWarning
 from sparsestep.grads.clip import clip_grad_norm_, clip_grad_value_
 from sparsestep.grads.indexed import IndexedGrad
+from sparsestep.grads.layouts import indexed_grad
 from sparsestep.optim.adagrad import Adagrad, FunctionalAdagrad
 from sparsestep.optim.adam import Adam, FunctionalAdam
 from sparsestep.optim.adamw import AdamW, FunctionalAdamW
 from sparsestep.optim.custom import rule
+from sparsestep.optim.from_torch import from_torch
 from sparsestep.optim.ftrl import Ftrl, FunctionalFtrl
+from sparsestep.optim.functional import FunctionalOptimizer
 from sparsestep.optim.lion import FunctionalLion, Lion
 from sparsestep.optim.nadam import FunctionalNAdam, NAdam
 from sparsestep.optim.radam import FunctionalRAdam, RAdam
@@ -34,6 +37,7 @@ __all__ = [
     "FunctionalFtrl",
     "FunctionalLion",
     "FunctionalNAdam",
+    "FunctionalOptimizer",
     "FunctionalRAdam",
     "FunctionalRMSprop",
     "FunctionalRowwiseAdagrad",
@@ -55,8 +59,14 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "distributed",
+    "from_torch",
     "functional",
+    "indexed_grad",
     "nn",
     "rule",
     "storage",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -22,23 +22,10 @@ except ImportError as _error:  # installed without it (SPARSESTEP_PURE=1), or a 
 # Names of the real float dtypes: the extension's table if it is there.
 dtype_names: tuple[str, ...] = ext.dtypes if ext else ("float16", "bfloat16", "float32", "float64")
 
-__all__ = [
-    "dtype_names",
-    "ext",
-    "import_error",
-    "instruction_set",
-    "instruction_sets",
-    "use_instruction_set",
-]
-
 
 def instruction_sets() -> dict[str, bool]:
     """Return the instruction sets of the extension, and whether this machine has them."""
     return dict(ext.instruction_sets()) if ext else {}
-
-
-def _widest_available() -> str:
-    return [name for name, available in instruction_sets().items() if available][-1]
 
 
 class _InstructionSet:
@@ -47,11 +34,13 @@ class _InstructionSet:
     @cached_property
     def index(self) -> int:
         # At first use, not at import: `sparsestep info` must be able to report a bad value.
-        self.use(os.environ.get("SPARSESTEP_ISA") or _widest_available())
+        self.use(os.environ.get("SPARSESTEP_ISA"))
         return self.index
 
-    def use(self, name: str) -> None:
+    def use(self, name: str | None) -> None:
+        """Use one instruction set from now on; ``None`` or an empty name: the widest."""
         available = [known for known, here in instruction_sets().items() if here]
+        name = name or available[-1]
         if name not in available:
             requirement = f"SPARSESTEP_ISA must be one of {', '.join(available)} on this machine"
             raise InputError(message(requirement, repr(name)))
@@ -68,6 +57,5 @@ def instruction_set() -> str | None:
     return list(instruction_sets())[isa.index]
 
 
-def use_instruction_set(name: str) -> None:
-    """Use one instruction set from now on; the results do not depend on it."""
-    isa.use(name)
+# The results do not depend on it.
+use_instruction_set = isa.use

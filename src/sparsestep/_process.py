@@ -50,13 +50,7 @@ _locks: weakref.WeakValueDictionary[int, threading.RLock] = weakref.WeakValueDic
 
 
 def fork_safe_lock() -> threading.RLock:
-    """A reentrant lock that is free in a forked process.
-
-    Example:
-        >>> with fork_safe_lock() as is_held:
-        ...     is_held
-        True
-    """
+    """A reentrant lock that is free in a forked process."""
     lock = threading.RLock()
     _locks[next(_numbers)] = lock
     return lock

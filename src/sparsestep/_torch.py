@@ -29,13 +29,7 @@ _MISSING = object()
 
 
 def _private(path: str, use: str, fallback: Any = _MISSING) -> Any:
-    """A private name of torch.
-
-    Args:
-        path: the module and the name in it.
-        use: what it is for.
-        fallback: what does as well, or nearly so.
-    """
+    """A private name of torch, what it is for, and what does as well, or nearly so."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -338,6 +332,12 @@ def register_overlapped(theirs: type, ours: type) -> None:
         optimizer_overlap.register_overlapped(theirs)(ours)
 
 
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the hooks of an optimizer by attribute: of its steps, of saving and of loading."""
+    found = vars(optimizer).items()
+    return {k: v for k, v in found if k.startswith("_optimizer_") and k.endswith("_hooks")}
+
+
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Operations on a kind of device as they are, whatever surrounds them."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -346,14 +346,7 @@ def without_autocast(device: str) -> AbstractContextManager[object]:
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """A name for what is done, in the trace of a profiler where there is one.
-
-    Example:
-        >>> with torch.profiler.profile() as trace, profiler_range("sparsestep: plan"):
-        ...     pass
-        >>> any(event.key == "sparsestep: plan" for event in trace.key_averages())
-        True
-    """
+    """A name for what is done, in the trace of a profiler where there is one."""
     return torch.profiler.record_function(name) if profiler_enabled() else nullcontext()
 
 

@@ -67,25 +67,12 @@ def message(requirement: str, got: object, remedy: str = "") -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    Example:
-        >>> counted(1, "gradient"), counted(2, "gradient")
-        ('1 gradient', '2 gradients')
-    """
+    """Return a number with its noun: ``"1 gradient"``, ``"2 gradients"``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. Torch's allocator for the CPU raises a plain ``RuntimeError``.
-
-    Example:
-        >>> try:
-        ...     torch.empty(1 << 60, dtype=torch.int8)
-        ... except RuntimeError as error:
-        ...     is_out_of_memory(error)
-        True
-    """
+    """Whether memory ran out. Torch's allocator for the CPU raises a plain ``RuntimeError``."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     texts = ("allocate memory", "allocation failed", "not enough memory", "bad_alloc")
@@ -95,9 +82,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def first_error(error: BaseException, handled: BaseException | None) -> BaseException:
     """The error that led to another one, which was raised while it was handled.
 
-    Args:
-        error: the latest one.
-        handled: what was being handled before: ``sys.exc_info()[1]`` then.
+    ``handled`` is what was being handled before the first one: ``sys.exc_info()[1]`` then.
     """
     while error.__context__ is not None and error.__context__ is not handled:
         error = error.__context__
@@ -121,14 +106,6 @@ def usable(what: str) -> Iterator[None]:
 
     Options are checked and used as if they had the right type. If that alone raises, they had
     another: a string instead of a number, a table instead of one element.
-
-    Example:
-        >>> try:
-        ...     with usable("lr must be a number"):
-        ...         "fast" > 0
-        ... except InputError as error:
-        ...     print(error)
-        lr must be a number. Got TypeError: '>' not supported between instances of 'str' and 'int'.
     """
     try:
         yield
@@ -144,16 +121,7 @@ def usable(what: str) -> Iterator[None]:
 
 @contextmanager
 def error_prefix(who: str) -> Iterator[None]:
-    """Put a name in front of the messages of ``InputError``.
-
-    Example:
-        >>> try:
-        ...     with error_prefix("Adam"):
-        ...         raise InputError("lr must be at least 0. Got -1.")
-        ... except InputError as error:
-        ...     print(error)
-        Adam: lr must be at least 0. Got -1.
-    """
+    """Put a name in front of the messages of ``InputError``: ``"Adam: lr must be ..."``."""
     try:
         yield
     except InputError as error:
@@ -181,14 +149,6 @@ def warn_once(category: type[Warning], reason: str) -> None:
     """Warn once per reason, at the user's line, whatever code of ours or torch's lies in between.
 
     If a filter turns the warning into an error, it is raised every time.
-
-    Example:
-        >>> with warnings.catch_warnings(record=True) as said:
-        ...     warnings.simplefilter("always")
-        ...     for reason in ("it rains", "it rains", "it snows"):
-        ...         warn_once(SlowWarning, reason)
-        >>> [str(warning.message) for warning in said]
-        ['sparsestep: it rains', 'sparsestep: it snows']
     """
     if (category, reason) in _warned:
         return

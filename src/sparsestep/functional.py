@@ -36,3 +36,7 @@ __all__ = [
     "sgd_",
     "sparse_adam_",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import custom_rules, training_iterations
 from benchmarks.__main__ import main
-from benchmarks.harness import figure, limit, race, report, results, workload
+from benchmarks.harness import figure, limit, race, report, workload
 from benchmarks.harness.cases import SUITES, case, formula, program
 from benchmarks.harness.contestants import (
     DglSparseAdam,
@@ -47,6 +47,7 @@ for each in VARIANTS:
 @needs_limit
 @pytest.mark.parametrize("name", RULES)
 def test_the_limit_computes_what_sparsestep_computes(name: str) -> None:
+    assert _native.ext.rules().keys() == set(limit.limit_module.rules()) == RULES.keys()
     variant, made = RULES[name], Workload(case(100, 32, 3000, "zipf", tables=3))
     ours, least = (kind(made, variant.cls, **variant.options) for kind in (Native, Limit))
     with race.threads(2):
@@ -63,11 +64,6 @@ def test_the_limit_computes_what_sparsestep_computes(name: str) -> None:
         assert not torch.equal(one, start)
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
         torch.testing.assert_close(expected, state, rtol=1e-5, atol=1e-6)
-
-
-@needs_limit
-def test_every_rule_of_the_core_has_a_limit() -> None:
-    assert _native.ext.rules().keys() == set(limit.limit_module.rules()) == RULES.keys()
 
 
 @needs_limit
@@ -165,15 +161,6 @@ def made_up(lookups: int = 100) -> CaseResult:
     return CaseResult("lookups", case(1000, 16, lookups, "uniform"), 1, 90, False, timings, skipped)
 
 
-def test_results_can_be_written_and_read() -> None:
-    made = results.new_report(scale=2.0, seconds=3.0)
-    for name in ("lookups", "rules", "programs"):
-        made.cases.append(replace(made_up(), case=SUITES[name][0]))
-    assert Report.from_json(made.to_json()) == made
-    published = Path(figure.__file__).parents[1] / "results" / "peers.json"
-    assert Report.from_json(published.read_text()).cases
-
-
 def test_a_disturbed_machine_has_no_mean(capsys: pytest.CaptureFixture[str]) -> None:
     calm = made_up(100)
     wide = [replace(each, upper_ms=each.median_ms * 1.4) for each in calm.timings]
@@ -184,11 +171,16 @@ def test_a_disturbed_machine_has_no_mean(capsys: pytest.CaptureFixture[str]) -> 
     assert "geometric" not in capsys.readouterr().out
 
 
-def test_a_tiny_run(tmp_path: Path) -> None:
+def test_a_tiny_run_and_an_interrupted_one(tmp_path: Path, monkeypatch) -> None:
     out, svg = tmp_path / "out.json", tmp_path / "out.svg"
     arguments = ["--suite", "lookups", "--only", "sparsestep", "--json", str(out)]
     assert main([*TINY, *arguments, "--svg", str(svg)]) == 0
     made = Report.from_json(out.read_text())
+    others = [replace(made.cases[0], case=SUITES[name][0]) for name in ("rules", "programs")]
+    more = replace(made, cases=[*made.cases, *others])
+    assert Report.from_json(more.to_json()) == more
+    published = Path(figure.__file__).parents[1] / "results" / "peers.json"
+    assert Report.from_json(published.read_text()).cases
     assert [result.suite for result in made.cases] == ["lookups"] * 7
     for result in made.cases:
         names = [each.contestant for each in (*result.timings, *result.unavailable)]
@@ -196,16 +188,13 @@ def test_a_tiny_run(tmp_path: Path) -> None:
         assert sorted(names) == expected
         assert all(timing.rounds >= 16 for timing in result.timings)
     assert "<svg" in svg.read_text()
-
-
-def test_an_interrupted_run_keeps_its_results(tmp_path: Path, monkeypatch) -> None:
-    out, measure = tmp_path / "out.json", race.measure
+    part, measure = tmp_path / "part.json", race.measure
 
     def interrupt_the_second(*arguments):
-        if out.exists():
+        if part.exists():
             raise KeyboardInterrupt
         return measure(*arguments)
 
     monkeypatch.setattr(race, "measure", interrupt_the_second)
-    assert main([*TINY, "--suite", "small", "--json", str(out)]) == 130
-    assert len(Report.from_json(out.read_text()).cases) == 1
+    assert main([*TINY, "--suite", "small", "--json", str(part)]) == 130
+    assert len(Report.from_json(part.read_text()).cases) == 1

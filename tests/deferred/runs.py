@@ -39,6 +39,7 @@ VARIANTS = [
     Variant(sparsestep.Adagrad, DECAY),
     Variant(sparsestep.RowwiseAdagrad, DECAY),
     Variant(sparsestep.RowwiseAdam, DECAY),
+    Variant(sparsestep.RowwiseAdam, {"betas": (0.0, 0.999), **DECAY}),
     Variant(sparsestep.SGD, {}),
     Variant(sparsestep.SGD, DECAY),
     Variant(sparsestep.SGD, {"momentum": 0.9}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import sparsestep
+from tests.deferred.models import through_a_file
 from tests.deferred.runs import (
     KINDS,
     a_few,
@@ -25,13 +25,6 @@ from tests.table import Variant, running_on, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = KINDS[0]
-
-
-def through_a_file(saved: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 OF_TORCH = [
@@ -109,16 +102,5 @@ def test_loading_forgets_what_was_missed_before():
     opt.catch_up()
     assert same_bits(param.detach(), weight)
     run.train(opt, param, range(20, 40))
-    opt.catch_up()
-    assert_close(kept(opt, param), dense_run(ADAMW, run))
-
-
-def test_a_checkpoint_that_does_not_fit_forgets_nothing():
-    run = standard(20)
-    param = run.param()
-    opt = ADAMW([param], semantics="dense")
-    run.train(opt, param)
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        opt.load_state_dict({"state": {}, "param_groups": []})
     opt.catch_up()
     assert_close(kept(opt, param), dense_run(ADAMW, run))

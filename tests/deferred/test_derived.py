@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep import InputError
-from tests.deferred.own_rules import DERIVED, UNDERIVED, momentum
+from tests.deferred.own_rules import DERIVED, UNDERIVED
 from tests.deferred.runs import (
     Run,
     assert_close,
@@ -76,17 +76,6 @@ def test_what_cannot_be_derived_any_more_is_refused_before_anything_is_written()
     with pytest.raises(InputError, match=message):
         opt.step()
     assert unchanged(opt, before)
-
-
-def test_a_checkpoint_continues():
-    run = standard(20)
-
-    def train(opt: Any, param: Tensor) -> None:
-        run.train(opt, param, range(10))
-        opt.load_state_dict(opt.state_dict())
-        run.train(opt, param, range(10, 20))
-
-    assert_dense_run(momentum, run, train=train)
 
 
 PARTS = st.fixed_dictionaries(

@@ -7,23 +7,22 @@ program with dense gradients and torch's AdamW.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import sparsestep
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.nn import lookup
-from tests.deferred.models import Tied, close, ids_of, made, train
+from tests.deferred.models import Tied, close, ids_of, made, through_a_file, train
 from tests.deferred.runs import on_both_engines
 from tests.table import running_on, same_bits
 
@@ -111,11 +110,6 @@ def own_average(model: Any, opt: Any) -> Any:
     return shadow[0]
 
 
-def one_vector(model: Any, opt: Any) -> Any:
-    train(model, opt, range(10))
-    return parameters_to_vector(model.parameters()).detach()
-
-
 def direct_lookups(model: Any, opt: Any) -> Any:
     def read(t: int) -> Tensor:
         weight = model.table.weight
@@ -124,25 +118,23 @@ def direct_lookups(model: Any, opt: Any) -> Any:
     return train(read, opt, range(12))
 
 
-def bags(model: Any, opt: Any) -> Any:
-    train(model, opt, range(10))
-    ids = torch.tensor([[1, 2], [17, 3]])
-    return functional.embedding_bag(ids, model.table.weight, mode="sum").detach()
-
-
 def indexing(model: Any, opt: Any) -> Any:
     train(model, opt, range(10))
     weight = model.table.weight.data
     rows = [weight[torch.tensor([3, 1])], weight[7], weight[2:4], weight.T[:, 5], weight[[8]]]
+    rows += [functional.embedding_bag(torch.tensor([[1, 2], [17, 3]]), weight, mode="sum")]
     rows += [weight[..., 0], weight.index_select(0, torch.tensor([11])), weight[weight.sum(1) > 0]]
     return torch.cat([each.flatten() for each in rows])
 
 
 def module_elsewhere(model: Any, opt: Any) -> Any:
-    other = nn.Embedding(20, 3, sparse=model.table.sparse, _weight=torch.zeros(20, 3))
-    other.weight = model.table.weight
-    train(model, opt, range(10))
-    return other(torch.arange(20)).detach()
+    """It has no hooks: the guarded weight itself catches up the rows of the lookup."""
+    others = [cls(20, 3, dtype=torch.float64) for cls in (nn.Embedding, sparsestep.nn.Embedding)]
+    for number, other in enumerate(others):
+        other.weight = model.table.weight
+        train(model, opt, range(10 * number, 10 * number + 10))
+        others[number] = other(torch.arange(20)).detach()
+    return torch.cat(others)
 
 
 def old_alias(model: Any, opt: Any) -> Any:
@@ -181,9 +173,7 @@ def pickled_parameter(model: Any, opt: Any) -> Any:
 
 GUARDED = [
     own_average,
-    one_vector,
     direct_lookups,
-    bags,
     indexing,
     module_elsewhere,
     old_alias,
@@ -259,37 +249,19 @@ def test_a_step_that_fails_leaves_the_guard_at_work(monkeypatch: pytest.MonkeyPa
     assert not opt.deferred[id(model.table.weight)].has_deferred
 
 
-def test_a_removed_guard_leaves_an_ordinary_parameter():
-    model, opt, handle = guarded()
-    weight = model.table.weight
-    assert isinstance(weight, nn.Parameter)
-    alias = weight.detach()
-    train(model, opt, range(5))
-    handle.remove()
-    assert type(weight) is nn.Parameter
-    assert not vars(weight)
-    assert same_bits(alias.clone(), weight.clone())
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_optimizers_may_guard_one_table(first: int):
     model, opt, handle = guarded()
     other = sparsestep.AdamW([model.table.weight], lr=0.01, semantics="dense")
     handles = [handle, other.track(model, guard=True)]
     handles[first].remove()
-    one = other if first == 0 else opt
+    one, weight = other if first == 0 else opt, model.table.weight
     train(model, one, range(5))
-    model.table.weight.sum()
-    assert not one.deferred[id(model.table.weight)].has_deferred
+    weight.sum()
+    assert not one.deferred[id(weight)].has_deferred
     handles[1 - first].remove()
-    assert type(model.table.weight) is nn.Parameter
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    assert type(weight) is nn.Parameter
+    assert not vars(weight)
 
 
 @pytest.mark.parametrize(
@@ -314,25 +286,6 @@ ROWS, DIM = 50, 4
 IDS = torch.tensor([[3, 7, 3], [0, 7, 49]])
 
 
-class Collection(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = sparsestep.nn.EmbeddingBagCollection([(ROWS, DIM), (ROWS, DIM)])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return sum(self.tables([ids, ids]))
-
-
-class Weighted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = sparsestep.nn.EmbeddingBag(ROWS, DIM, mode="sum")
-        self.factors = nn.Parameter(torch.ones(IDS.shape))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.table(ids, per_sample_weights=self.factors)
-
-
 class Shared(nn.Module):
     """Two modules with one weight."""
 
@@ -345,121 +298,48 @@ class Shared(nn.Module):
         return self.one(ids) + self.other(ids + 0)
 
 
-COMPACT: dict[str, Callable[[], nn.Module]] = {
+KINDS: dict[str, Callable[[], nn.Module]] = {
     "Embedding": lambda: sparsestep.nn.Embedding(ROWS, DIM, padding_idx=0),
-    "Embedding, max_norm": lambda: sparsestep.nn.Embedding(ROWS, DIM, max_norm=1.0),
     "EmbeddingBag": lambda: sparsestep.nn.EmbeddingBag(ROWS, DIM),
     "EmbeddingBag, max": lambda: sparsestep.nn.EmbeddingBag(ROWS, DIM, mode="max"),
     "EmbeddingBag, max_norm": lambda: sparsestep.nn.EmbeddingBag(ROWS, DIM, max_norm=1.0),
-    "weighted bags": Weighted,
-    "EmbeddingBagCollection": Collection,
-    "fused": lambda: sparsestep.nn.fuse(nn.Sequential(nn.Embedding(ROWS, DIM, sparse=True))),
     "shared": Shared,
-}
-COO: dict[str, Callable[[], nn.Module]] = {
-    "torch's Embedding": lambda: nn.Embedding(ROWS, DIM, sparse=True),
-    "torch's EmbeddingBag": lambda: nn.EmbeddingBag(ROWS, DIM, sparse=True, mode="sum"),
-}
-each_kind = pytest.mark.parametrize("kind", [*COMPACT, *COO])
-# Rows are rescaled, or factors are guarded parameters themselves.
-USES_OPERATIONS = {"Embedding, max_norm", "EmbeddingBag, max_norm", "weighted bags"}
-
-
-def guard_twice(model: nn.Module, optimizer: Any) -> None:
-    other = sparsestep.AdamW(model.parameters(), lr=0.01, semantics="dense")
-    model.other_optimizer = [other]  # kept, or its guard would be idle
-    for each in (optimizer, other):
-        each.track(model, guard=True)
-
-
-def guard_then_move(model: nn.Module, optimizer: Any) -> None:
-    """Other memory for the same parameters."""
-    optimizer.track(model, guard=True)
-    for param in model.parameters():
-        param.data = param.data.clone()
-
-
-WRAPPERS: dict[str, Callable[[Any, Any], Any]] = {
-    "not": lambda model, optimizer: None,
-    "tracked": lambda model, optimizer: optimizer.track(model),
-    "guarded": lambda model, optimizer: optimizer.track(model, guard=True),
-    "guarded twice": guard_twice,
-    "no longer guarded": lambda model, optimizer: optimizer.track(model, guard=True).remove(),
-    "other memory": guard_then_move,
+    "torch's": lambda: nn.EmbeddingBag(ROWS, DIM, sparse=True, mode="sum"),
 }
 
 
-def wrapped(kind: str, wrapper: str) -> tuple[nn.Module, Any]:
+def wrapped(kind: str, *, guard: bool) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = {**COMPACT, **COO}[kind]()
+    model = KINDS[kind]()
     optimizer = sparsestep.Adam(model.parameters(), lr=0.1, semantics="dense")
-    WRAPPERS[wrapper](model, optimizer)
+    optimizer.track(model, guard=guard)
     return model, optimizer
 
 
-def backward(model: nn.Module, optimizer: Any, ids: Tensor = IDS) -> None:
-    optimizer.zero_grad()
-    model(ids).square().sum().backward()
-
-
-@each_kind
-@pytest.mark.filterwarnings("ignore::sparsestep.errors.StaleWarning")  # of max_norm, untracked
-def test_gradients_stay_compact_or_sparse(kind: str):
-    for wrapper in WRAPPERS:
-        model, optimizer = wrapped(kind, wrapper)
-        for _ in range(2):
-            backward(model, optimizer)
-            for name, table in model.named_parameters():
-                if name == "factors":
-                    continue
-                if kind in COMPACT:
-                    assert type(table.grad) is CompactGrad, wrapper
-                else:
-                    assert table.grad.layout is torch.sparse_coo, wrapper
-            optimizer.step()
-
-
 @pytest.mark.skipif(lookup.ext is None, reason="needs the native core")
-@pytest.mark.parametrize("kind", sorted(set(COMPACT) - USES_OPERATIONS))
-def test_the_core_looks_up_guarded_tables(kind: str, monkeypatch: pytest.MonkeyPatch):
-    found = []
-    core = lookup.ext
-
-    class Watched:
-        def look_up(self, *args: Any) -> Any:
-            found.append(core.look_up(*args))
-            return found[-1]
-
-    monkeypatch.setattr(lookup, "ext", Watched())
-    model, _ = wrapped(kind, "guarded")
-    model(IDS)
-    assert found
-    assert all(each is not None for each in found)
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag", "EmbeddingBag, max", "shared"])
+def test_the_core_looks_up_guarded_tables(kind: str):
+    model, _ = wrapped(kind, guard=True)
+    core = mock.Mock(look_up=mock.Mock(wraps=lookup.ext.look_up))
+    with mock.patch.object(lookup, "ext", core):
+        model(IDS)
+    (requests, *_), _ = core.look_up.call_args
+    assert lookup.ext.look_up(requests, 1, 0) is not None
 
 
-@each_kind
-def test_a_guard_changes_no_bit(kind: str):
-    runs = [wrapped(kind, wrapper) for wrapper in ("tracked", "guarded")]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_guard_changes_no_bit_and_no_layout_of_a_gradient(kind: str):
+    runs = [wrapped(kind, guard=guard) for guard in (False, True)]
     for model, optimizer in runs:
         for step in range(6):
-            backward(model, optimizer, (IDS + 5 * step) % ROWS)
+            optimizer.zero_grad()
+            model((IDS + 5 * step) % ROWS).square().sum().backward()
+            for table in model.parameters():
+                if kind == "torch's":
+                    assert table.grad.layout is torch.sparse_coo
+                else:
+                    assert type(table.grad) is CompactGrad
             optimizer.step()
         optimizer.catch_up()
-    for param, its in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
+    for param, its in zip(*(model.parameters() for model, _ in runs), strict=True):
         assert same_bits(param.detach().clone(), its.detach().clone())
-
-
-def test_a_module_outside_the_tracked_model_reads_current_rows():
-    """It has no hooks: the guarded weight itself catches up the rows of the lookup."""
-    model, optimizer = wrapped("Embedding", "guarded")
-    outside = sparsestep.nn.Embedding(ROWS, DIM)
-    outside.weight = model.weight
-    for step in range(4):
-        backward(model, optimizer, (IDS + step % 2) % ROWS)
-        optimizer.step()
-    deferred = optimizer.deferred[id(model.weight)]
-    assert deferred.num_deferred() > 0
-    read = outside(IDS).detach().clone()
-    assert deferred.num_deferred() > 0  # no more than the rows of the lookup
-    optimizer.catch_up()
-    assert same_bits(read, model.weight.detach().clone()[IDS])

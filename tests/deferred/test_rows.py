@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from typing import Any
-
 import pytest
 import torch
+from numpy.polynomial.chebyshev import chebval
 from torch import Tensor
 
 import sparsestep
@@ -15,7 +12,6 @@ from sparsestep.deferred import history as histories
 from sparsestep.deferred.history import StepHistory
 from sparsestep.deferred.rows import DeferredRows
 from sparsestep.engines.base import GroupSettings
-from sparsestep.rules.idle import AdamDrift
 from tests.deferred.runs import DECAY, on_both_engines
 from tests.table import INSTRUCTION_SETS, Variant, running_on, same_bits
 
@@ -44,7 +40,6 @@ KINDS = [
     Variant(sparsestep.Lion, {"betas": (0.9, 0.0)}),  # no sign is left after one step
     Variant(sparsestep.Ftrl, {"l1": 0.1, "l2": 0.1}),
 ]
-each_kind = pytest.mark.parametrize("variant", KINDS, ids=str)
 _settings: dict[tuple[str, float], GroupSettings] = {}
 
 
@@ -114,18 +109,27 @@ def assert_near(ours: list[Tensor], exact: list[Tensor]) -> None:
         assert off <= 1e-13 * wanted.abs().max().clamp(min=1e-300)
 
 
-@each_kind
+@pytest.mark.parametrize("variant", KINDS, ids=str)
 @on_both_engines
 def test_rows_that_missed_some_steps(variant: Variant, engine: str):
+    """Some of them, in any order and repeatedly, then all: a row catches up once."""
+    ids = torch.tensor([[7, 2, 7], [7, 0, 2]], dtype=torch.int32)
+    others = torch.tensor([1, 3, 4, 5, 6, 8])
     for missed in (1, 2, 3, 40):
         lrs = rates(missed + 1)[1:]
         rows, param, state = pending(variant, (9, 5))
+        before = [tensor.clone() for tensor in (param, *state)]
         exact = one_by_one(rows, variant, lrs, param, state)
         miss(rows, variant, lrs)
+        now = 3 + missed
         with running_on(engine) as name:
+            rows.catch_up(param, state, ids, engine=name)
+            assert rows.last_step.tolist() == [now, 3, now, 3, 3, 3, 3, now, ~3]
+            for tensor, was in zip((param, *state), before, strict=True):
+                assert same_bits(tensor[others], was[others])
             rows.catch_up(param, state, None, engine=name)
         assert_near([param, *state], exact)
-        assert rows.last_step.tolist() == [3 + missed] * 8 + [~(3 + missed)]
+        assert rows.last_step.tolist() == [now] * 8 + [~now]
 
 
 LONG = [KINDS[1], KINDS[2], AMSGRAD, ROWWISE, NESTEROV, LION, KINDS[15]]
@@ -141,24 +145,21 @@ def test_rows_that_missed_ten_thousand_steps(variant: Variant):
     engines = INSTRUCTION_SETS[-1:]
     if rows.history.converges or not engines:  # or it would take the reference too long
         engines = ["reference", *engines]
-    runs: list[tuple[DeferredRows, list[Tensor], str, bool]] = []
-    for dtype in (torch.float64, torch.float32):
-        for engine in engines:
-            for halfway in (False, True):
-                own = [t.to(dtype, copy=True) for t in (param, *state)]
-                runs.append((with_history_of(rows), own, engine, halfway))
-
-    def catch_up(chosen: list[Any]) -> None:
-        for other, (its_param, *its_state), engine, _ in chosen:
-            other.history = rows.history
-            with running_on(engine) as name:
-                other.catch_up(its_param, its_state, None, engine=name)
-
-    miss(rows, variant, lrs[:5001])
-    catch_up([run for run in runs if run[-1]])
-    miss(rows, variant, lrs[5001:])
-    catch_up(runs)
-    for _, ours, _, _ in runs:
+    runs = [
+        ([t.to(dtype, copy=True) for t in (param, *state)], rows.last_step.clone(), engine, halfway)
+        for dtype in (torch.float64, torch.float32)
+        for engine in engines
+        for halfway in (False, True)
+    ]
+    for is_second, half in enumerate((lrs[:5001], lrs[5001:])):
+        miss(rows, variant, half)
+        for (own, *others), last_step, engine, halfway in runs:
+            if is_second or halfway:
+                rows.last_step.copy_(last_step)
+                with running_on(engine) as name:
+                    rows.catch_up(own, others, None, engine=name)
+                last_step.copy_(rows.last_step)
+    for ours, _, _, _ in runs:
         room = 1e-11 if ours[0].dtype == torch.float64 else 3e-6
         for tensor, wanted in zip(ours, exact, strict=True):
             # What has faded to less than float32 can tell apart is no longer compared.
@@ -166,12 +167,18 @@ def test_rows_that_missed_ten_thousand_steps(variant: Variant):
             assert off <= room * max(1.0, float(wanted.abs().max()))
 
 
-def with_history_of(rows: DeferredRows) -> DeferredRows:
-    """Another parameter with the same history."""
-    other = object.__new__(DeferredRows)
-    other.__dict__.update(rows.__dict__)
-    other._steps = copy.deepcopy(rows._steps)
-    return other
+def test_a_total_starts_at_zero_when_the_oldest_steps_are_dropped():
+    """Or later differences of it would lose digits."""
+    rows, param, state = pending(LION, (4, 3))
+    lrs = rates(600)
+    exact = one_by_one(rows, LION, lrs, param, state)
+    miss(rows, LION, lrs[:300])
+    rows.catch_up(param, state, None)
+    rows.history.drop_oldest(300)
+    assert not rows.history.sums.any()
+    miss(rows, LION, lrs[300:])
+    rows.catch_up(param, state, None)
+    assert_near([param, *state], exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -189,57 +196,6 @@ def test_an_average_whose_sign_counts_never_fades_to_zero(dtype: torch.dtype, en
     assert param.flatten().tolist() == [-2.34375, 2.34375, 0.0]
     assert average.sign().flatten().tolist() == [1.0, -1.0, 0.0]
     assert float(average.abs().max()) < 1e-7
-
-
-@pytest.mark.parametrize("variant", [ADAM, ROWWISE, NESTEROV, LION, KINDS[15]], ids=str)
-@on_both_engines
-def test_rows_come_in_any_order_and_repeatedly(variant: Variant, engine: str):
-    lrs = rates(20)
-    ids = torch.tensor([7, 2, 7, 7, 0, 2])
-    results = []
-    for given in (ids, ids.unique(), ids.view(2, 3), ids.int(), ids[::2].repeat(3)):
-        rows, param, state = pending(variant, (9, 5), torch.float32)
-        before = [t.clone() for t in (param, *state)]
-        miss(rows, variant, lrs)
-        with running_on(engine) as name:
-            rows.catch_up(param, state, given, engine=name)
-        chosen = torch.zeros(9, dtype=torch.bool)
-        chosen[given.flatten().long()] = True
-        for ours, was in zip((param, *state), before, strict=True):
-            assert same_bits(ours[~chosen], was[~chosen])
-        assert rows.last_step.tolist() == [
-            (23 if chosen[row] else 3) if row < 8 else ~3 for row in range(9)
-        ]
-        results.append([t[7] for t in (param, *state)])
-    for other in results[1:]:
-        assert all(map(same_bits, results[0], other))
-
-
-@on_both_engines
-def test_last_steps(engine: str):
-    """A row that is about to be updated counts as current after that step, and as updated."""
-    variant = Variant(sparsestep.SGD, {"momentum": 0.5})
-    rows = DeferredRows(settings_of(variant, 0.0), 5, 7, new=True)
-    param, buffer = torch.zeros(5, 1), torch.zeros(5, 1)
-    assert rows.last_step.tolist() == [~7] * 5
-    with running_on(engine) as name:
-
-        def catch_up(ids: list[int], *, update: bool) -> list[int]:
-            rows.catch_up(param, [buffer], torch.tensor(ids), engine=name)
-            if update:
-                rows.prepare_last_step(torch.tensor(ids))()
-            return rows.last_step.tolist()
-
-        assert catch_up([1], update=True) == [~7, 8, ~7, ~7, ~7]
-        miss(rows, variant, [1.0])
-        assert catch_up([0, 1, 2], update=False) == [~8, 8, ~8, ~7, ~7]
-        miss(rows, variant, [1.0])
-        assert catch_up([], update=True) == [~8, 8, ~8, ~7, ~7]
-        assert catch_up([1, 2, 3], update=True) == [~8, 10, 10, 10, ~7]
-        miss(rows, variant, [1.0])
-        rows.catch_up_all(param, [buffer], engine=name)
-    assert rows.last_step.tolist() == [~10, 10, 10, 10, ~10]
-    assert (rows.history.base, rows.history.steps) == (10, 0)
 
 
 # How many of two rows with and one without a gradient so far are stale, at a rate and at rest.
@@ -295,26 +251,6 @@ def test_ftrl_moves_idle_rows_only_if_the_learning_rate_changes(engine: str, dty
         assert rows.catch_up(*real, torch.arange(9), engine=name) == 4
 
 
-@pytest.mark.parametrize("threads", [1, 2, 8])
-@on_both_engines
-def test_many_rows_are_shared_out(engine: str, threads: int):
-    """Every row catches up once, however often it is named."""
-    variant, lrs = KINDS[1], rates(10)
-    ids = torch.randint(0, 3000, (6000,), generator=torch.Generator().manual_seed(0))
-    rows, param, state = pending(variant, (3000, 8))
-    exact = one_by_one(rows, variant, lrs, param, state)
-    before = param.clone()
-    miss(rows, variant, lrs)
-    torch.set_num_threads(threads)
-    with running_on(engine) as name:
-        stale = rows.catch_up(param, state, ids, engine=name)
-    chosen = torch.zeros(3000, dtype=torch.bool)
-    chosen[ids] = True
-    assert stale == int(chosen.sum())
-    assert torch.equal(param[~chosen], before[~chosen])
-    assert_near([t[chosen] for t in (param, *state)], [t[chosen] for t in exact])
-
-
 STRIDES = {
     "columns first": lambda t: t.t().contiguous().t(),
     "every other row": lambda t: t.repeat_interleave(2, dim=0)[::2],
@@ -336,135 +272,6 @@ def test_tensors_of_any_strides(engine: str, strides: str):
         rows.catch_up(param, state, torch.tensor([8, 3]), engine=name)
         rows.catch_up(param, state, None, engine=name)
     assert_near([param, *state], exact)
-
-
-# StepHistory: the sums over past steps, against a direct summation
-
-
-def new_history(variant: Variant, base: int = 0) -> StepHistory:
-    settings = settings_of(variant, 0.0)
-    assert settings.rule.idle_update is not None
-    return StepHistory(settings.rule.idle_update, settings.hyperparams, base)
-
-
-def tables(history: StepHistory) -> list[Tensor]:
-    by_step = [history.inverse_decay, history.sizes, history.roots, history.sums]
-    return [*by_step, *history.powers.values()]
-
-
-def append(history: StepHistory, variant: Variant, lrs: list[float]) -> list[tuple[float, ...]]:
-    """Append steps; returns size, root and shrink of each."""
-    steps = []
-    decay = variant.options.get("weight_decay", 0.0)
-    for lr in lrs:
-        size, root = history.idle_update.size(history.now + 1, {**history.hyperparams, "lr": lr})
-        steps.append((size, root, 1 - lr * decay))
-        history.append(*steps[-1])
-    return steps
-
-
-def directly(history: StepHistory, steps: list[tuple[float, ...]], since: int, term: int) -> float:
-    """The sum over all steps after ``since``, added up one by one."""
-    idle = history.idle_update
-    ratio = history.decays[idle.buffer]
-    if isinstance(idle, AdamDrift):
-        ratio /= idle.root_decay(history.decays) ** (term + 1)
-    total, left = 0.0, 1.0
-    for step in range(len(steps), since, -1):
-        size, root, shrink = steps[step - 1]
-        weight = size * left * root ** (term + 1)
-        total += weight if idle.has_total else weight * ratio ** (step - since)
-        left *= shrink
-    return total
-
-
-SUMMED = [ADAM, AMSGRAD, KINDS[7], ROWWISE, NESTEROV, CENTERED, LION]
-
-
-@pytest.mark.parametrize("variant", SUMMED, ids=str)
-def test_a_history_has_the_sums_of_a_direct_summation(variant: Variant):
-    """With more steps than its first capacity, and after dropping the oldest."""
-    history = new_history(variant, base=3)
-    capacity = history.capacity
-    steps = append(history, variant, rates(500))
-    assert capacity < 500 < history.capacity
-
-    def check(steps: list[tuple[float, ...]]) -> None:
-        n = len(steps)
-        now = history.inverse_decay[n]
-        assert (history.steps, history.now) == (n, 503)
-        assert [float(size) for size in history.sizes[1 : n + 1]] == [size for size, *_ in steps]
-        for since in (0, 1, 7, n // 2, n - 100, n - 20, n - 2, n - 1):
-            for term in range(len(history.idle_update.ratios(history.decays))):
-                ours = history.sums[term, since] / now
-                if history.idle_update.has_total:  # of Lion: a difference of sums
-                    ours = history.sums[term, n] / now - ours
-                wanted = directly(history, steps, since, term)
-                assert float(ours) == pytest.approx(wanted, rel=1e-11, abs=1e-300)
-            left = math.prod(shrink for _, _, shrink in steps[since:])
-            assert float(history.inverse_decay[since] / now) == pytest.approx(left, rel=1e-13)
-        # A total starts at 0, or later differences would lose digits; a series ends there.
-        assert not history.sums[:, 0 if history.idle_update.has_total else n].any()
-        assert not history.sums[:, n + 1 :].any()
-        assert history.latest_inverse_decay == float(now)
-        for name, powers in history.powers.items():
-            for k in (0, 1, 2, n - 1):
-                wanted = history.decays[name] ** k
-                assert float(powers[k]) == pytest.approx(wanted, rel=1e-12, abs=1e-300)
-
-    check(steps)
-    history.drop_oldest(300)
-    assert history.base == 303
-    check(steps[300:])
-
-
-def test_a_cleared_history_is_as_a_new_one():
-    cleared = new_history(ADAM)
-    append(cleared, ADAM, rates(400))
-    cleared.clear()
-    assert (cleared.base, cleared.steps, cleared.now) == (400, 0, 400)
-    fresh = new_history(ADAM, base=400)
-    for history in (cleared, fresh):
-        append(history, ADAM, rates(50, seed=1))
-    for ours, wanted in zip(tables(cleared), tables(fresh), strict=True):
-        assert torch.equal(ours[..., :51], wanted[..., :51])
-
-
-def test_how_far_back_a_step_matters():
-    slowest = 0.9 / 0.999**2  # of the four terms of Adam
-    for variant, ratio in ((NESTEROV, 0.9), (KINDS[1], slowest)):
-        history = new_history(variant)
-        assert history.converges
-        assert ratio**history.horizon <= 1e-18 < ratio ** (history.horizon - 1)
-    assert history.replay_limit <= history.horizon
-    for betas in ((0.0, 0.9), (0.0, 0.0)):  # nothing is left after a step
-        history = new_history(Variant(sparsestep.AdamW, {"betas": betas}))
-        assert (history.converges, history.horizon, history.replay_limit) == (True, 1, 1)
-
-
-@pytest.mark.parametrize("betas", [(0.95, 0.9), (0.9, 0.81), (0.9, 0.0), (0.5, 1e-200)])
-def test_where_the_series_does_not_converge(betas: tuple[float, float]):
-    history = new_history(Variant(sparsestep.AdamW, {"betas": betas}))
-    assert not history.converges
-    append(history, ADAM, rates(10))
-    assert not history.sums.any()
-
-
-def test_when_a_history_is_full(monkeypatch: pytest.MonkeyPatch):
-    history = new_history(ADAM)
-    monkeypatch.setattr(histories, "MAX_STEPS", 10)
-    append(history, ADAM, rates(7))
-    assert not history.is_full
-    append(history, ADAM, rates(1))
-    assert history.is_full
-    history.clear()
-    assert not history.is_full
-    monkeypatch.undo()
-    for steps in range(38):  # until decay has left almost nothing
-        assert not history.is_full, steps
-        history.append(0.1, 1.0, 1e-4)
-    assert history.is_full
-    assert history.sums.isfinite().all()
 
 
 def test_a_step_without_memory_for_a_longer_history_changes_nothing(
@@ -491,3 +298,33 @@ def test_a_step_without_memory_for_a_longer_history_changes_nothing(
     assert history.steps == before[1]
     opt.step()
     assert not torch.equal(param, before[0])
+
+
+# The betas of Adam, and the past step from which on no row is replayed in float32.
+SERIES = [((0.9, 0.999), 0), ((0.9, 0.99), 0), ((0.9, 0.95), 1), ((0.99, 0.999), 10)]
+
+
+@pytest.mark.parametrize(("betas", "first"), SERIES, ids=str)
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_the_error_of_a_series_is_within_its_bound(
+    betas: tuple[float, float], first: int, native: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """For any eps and square: against the sum over steps, one by one."""
+    if not native:
+        monkeypatch.setattr(histories, "ext", None)
+    variant = Variant(sparsestep.AdamW, {"betas": betas, "weight_decay": 0.1})
+    rows = DeferredRows(settings_of(variant, 0.0), 1, 0, new=False)
+    miss(rows, variant, rates(300))
+    history = rows.history
+    u = torch.linspace(0, 1, 101, dtype=torch.float64)
+    for since in (0, 1, 3, 10, 50, 250, 298):
+        step = torch.arange(since + 1, 301)
+        missed = (step - since).double()
+        size = history.sizes[step] * history.inverse_decay[step] * betas[0] ** missed
+        ratio = betas[1] ** (missed / 2) / history.roots[step] / history.centers[since]
+        exact = (size / (ratio + (1 - ratio) * u[:, None])).sum(1)
+        *series, error = history.sums[since].tolist()
+        off = torch.from_numpy(chebval((2 * u - 1).numpy(), series)) - exact
+        assert float(off.abs().max()) <= error + 1e-13 * float(exact.max())
+        if since >= first:
+            assert error <= history.max_error(torch.float32) * series[0]

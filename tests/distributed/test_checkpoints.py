@@ -375,7 +375,7 @@ def test_without_eviction_all_ranks_refuse_and_nothing_has_changed(runs: Any):
     )
     for each in said:
         assert each.startswith(("load: a rank must", "rank "))
-        assert each.startswith("load:") or "which loads a checkpoint of 'first', rejected" in each
+        assert each.startswith("load:") or "rejected its input" in each
     assert all(each["full", "none", "unchanged"] for each in ranks)
 
 
@@ -418,22 +418,19 @@ def test_a_vocabulary_that_does_not_fit_is_refused(runs: Any, tmp_path: Path):
 
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path):
-    def refused(model: nn.Module, opt: Any) -> str:
-        before = [param.detach().clone() for param in model.parameters()]
-        message = said(lambda: sparsestep.distributed.load(tmp_path / "saved", model, opt))
-        assert all(map(torch.equal, before, model.parameters()))
-        return message
-
     table = nn.Embedding(5, 2)
     sparsestep.distributed.save(tmp_path / "saved", table, sparsestep.Adam(table.parameters()))
-    larger = nn.Embedding(6, 2)
-    assert "'weight' must have the shape" in refused(larger, sparsestep.Adam(larger.parameters()))
-    net = nn.Sequential(nn.Embedding(5, 2))
-    assert "none for '0.weight'" in refused(net, sparsestep.Adam(net.parameters()))
-    other = nn.Embedding(5, 2)
-    unknown: list[Tensor] = [nn.Parameter(torch.zeros(3))]
-    assert "must be those of the model" in refused(other, sparsestep.Adam(unknown))
-    assert "must be one of sparsestep" in refused(other, torch.optim.Adam(other.parameters()))
+    larger, net, other = nn.Embedding(6, 2), nn.Sequential(nn.Embedding(5, 2)), nn.Embedding(5, 2)
+    for model, opt in (
+        (larger, sparsestep.Adam(larger.parameters())),
+        (net, sparsestep.Adam(net.parameters())),
+        (other, sparsestep.Adam([nn.Parameter(torch.zeros(3))])),
+        (other, torch.optim.Adam(other.parameters())),
+    ):
+        before = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(sparsestep.InputError):
+            sparsestep.distributed.load(tmp_path / "saved", model, opt)
+        assert all(map(torch.equal, before, model.parameters()))
     for function in (sparsestep.distributed.save, sparsestep.distributed.async_save):
         with pytest.raises(sparsestep.InputError, match=r"must be an nn\.Module\. Got Adam"):
             function(tmp_path / "swapped", sparsestep.Adam(other.parameters()), other)

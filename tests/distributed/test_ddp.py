@@ -256,3 +256,24 @@ def test_compact_gradients_train_like_torchs_sparse_ones(rank: Rank, name: str):
     assert all(equal(ours, theirs) for theirs in rank.gather(ours))
     assert_close(ours, trained(Tables(torch.nn), *LOOPS[name]))
     assert not equal(ours, result(Tables(sparsestep.nn)))
+
+
+@ranks(2)
+def test_ngrams(rank: Rank):
+    """Both ranks train as one process does on the mean of their losses."""
+
+    def made() -> sparsestep.nn.NgramEmbedding:
+        torch.manual_seed(0)
+        return sparsestep.nn.NgramEmbedding(ROWS, 4, weight=torch.randn(ROWS, 4).double())
+
+    ours, theirs = made(), made()
+    ddp = DistributedDataParallel(ours)
+    optimizers = [sparsestep.Adam(each.parameters()) for each in (ours, theirs)]
+    for step in range(3):
+        tokens = [torch.randint(3, (1, 2 + step + each)) for each in range(2)]
+        ddp(tokens[torch.distributed.get_rank()]).square().sum().backward()
+        sum(theirs(each).square().sum() / 2 for each in tokens).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(result(ours), result(theirs))

@@ -194,11 +194,3 @@ def test_one_process_prefetches_nothing():
         warnings.simplefilter("error")
         for ids in lockstep([torch.tensor([1])] * 3, prefetch=1):
             table(ids[:1])
-
-
-def test_invalid_arguments_are_refused():
-    with pytest.raises(sparsestep.InputError, match="the loader must be iterable"):
-        lockstep(None)  # type: ignore[arg-type]
-    for wrong in (2, torch.ones(2)):
-        with pytest.raises(sparsestep.InputError, match="prefetch must be 0 or 1"):
-            lockstep([], wrong)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import sparsestep
 import sparsestep.distributed
-from sparsestep.distributed._functional_optim import SharedOptimizer, make_functional
+from sparsestep.distributed._functional_optim import make_functional
 from sparsestep.optim import FUNCTIONAL
 from sparsestep.optim.functional import FunctionalOptimizer
 from tests.table import same_bits
@@ -118,7 +118,7 @@ def test_optimizers_of_the_same_parameters_wait_for_each_other():
     weights = [torch.zeros(200, 64), torch.zeros(200, 64)]
     grad = torch.sparse_coo_tensor(torch.arange(200)[None], torch.ones(200, 64), (200, 64))
     opts = [
-        SharedOptimizer(sparsestep.FunctionalSGD(order, lr=1.0, engine="reference"))
+        make_functional(sparsestep.FunctionalSGD, order, lr=1.0, engine="reference")
         for order in (weights, weights[::-1])
     ]
     threads = [
@@ -136,14 +136,6 @@ def test_optimizers_of_the_same_parameters_wait_for_each_other():
         sys.setswitchinterval(interval)
     assert not any(thread.is_alive() for thread in threads)
     assert torch.stack(weights).unique().tolist() == [-200.0]
-
-
-def test_a_parameter_given_twice_does_not_wait_for_itself():
-    weight = torch.zeros(6, 3)
-    with pytest.warns(UserWarning, match="duplicate"):
-        opt = SharedOptimizer(sparsestep.FunctionalSGD([weight, weight], lr=1.0))
-    opt.step([torch.ones(6, 3), torch.ones(6, 3)])
-    assert weight.unique().tolist() == [-2.0]
 
 
 def test_a_torch_without_distributed_is_refused(monkeypatch: pytest.MonkeyPatch):

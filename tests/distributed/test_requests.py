@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed._table import ShardedTable, TableGroup
+from sparsestep.distributed._table import ShardedTable
 from sparsestep.distributed.collectives import Collectives
 from sparsestep.distributed.grads import ShardedGradSource
 from sparsestep.distributed.placement import PLACEMENTS
@@ -78,8 +78,7 @@ def on_threads(
             table = ShardedTable(0, module, placement, ranks, **options)
             table.init_rows(0)
             table.build_local(module)
-            group = TableGroup(ranks, [table], 1)
-            group.grads = ShardedGradSource(group)
+            group = ShardedGradSource(ranks, [table], 1)
             _convert_table(module, table, group)
             outputs[rank] = module(*calls[rank])
             outputs[rank].backward(grads[rank])

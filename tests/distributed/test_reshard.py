@@ -30,16 +30,10 @@ CANDIDATES = torch.tensor([[20, 1], [30, 1], [21, 2], [31, 1], [22, 1], [0, 0]])
 NUMBERS = torch.tensor([[3, 3], [3, 2], [20, 15], [9, 5], [6, (1 << 40) + 4]])
 
 
-def alone(error: Exception | None, number: int) -> list[int]:
-    if error is not None:
-        raise error
-    return [number]
-
-
 def loaded(**changes: Any) -> ReassignedIds:
     layout = VocabularyLayout(ROWS, COLUMNS, shared=1, admit=2, tables={})
     block = VocabularyBlock(NUMBERS, 0, STORED, 0, CANDIDATES)._replace(**changes)
-    return reassign_ids(Collectives(None), layout, block, Options(ROWS, 1, 2, None), alone)
+    return reassign_ids(Collectives(None), layout, block, Options(ROWS, 1, 2, None))
 
 
 def test_ids_keep_their_counts_their_ages_and_their_order():

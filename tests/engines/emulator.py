@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from sparsestep.rules.trace import ConstantRef, Program
+from sparsestep.rules.trace import Program
 
 _LANES = 16  # a row is summed in so many
 _library = ctypes.CDLL(ctypes.util.find_library("m"))
@@ -96,22 +96,17 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def run(program: Program, values: Sequence[Tensor]) -> list[Any]:
     """The new parameter and state."""
-    found: list[Any] = []
     given = [value.numpy() for value in values]
+
+    def constant(number: float) -> Any:
+        return numpy.full((1, 1), number, dtype=given[0].dtype)
+
+    def apply(name: str, operands: list[Any]) -> Any:
+        return _OPERATIONS[name](*numpy.broadcast_arrays(*operands))
+
     with numpy.errstate(all="ignore"):
-        for place, (name, arguments, _) in enumerate(program.operations):
-            if name == "input":
-                found.append(given[place])
-                continue
-            operands = [
-                numpy.full((1, 1), program.constants[a.place], dtype=given[0].dtype)
-                if isinstance(a, ConstantRef)
-                else found[a.place]
-                for a in arguments
-            ]
-            found.append(_OPERATIONS[name](*numpy.broadcast_arrays(*operands)))
-    homes = [0, *range(2, len(given))]
+        found = program.evaluate(given, constant, apply)
+    param, _, *state = given
     return [
-        numpy.broadcast_to(found[place], given[home].shape)
-        for place, home in zip(program.results, homes, strict=True)
+        numpy.broadcast_to(new, old.shape) for new, old in zip(found, [param, *state], strict=True)
     ]

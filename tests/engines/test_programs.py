@@ -38,15 +38,9 @@ def run(
 ) -> list[Tensor]:
     """The new parameter and state of a rule that the core runs; values as the rule takes them."""
     param, grad, *state = (value.clone() for value in values)
-    asked = {
-        "grad_sign": 1.0,
-        "coupled_decay": 0.0,
-        "decay_factor": 1.0,
-        "seed": None,
-        "stochastic_rounding": False,
-        **settings,
-    }
-    said = GroupSettings(rule, hyper or {}, state_dtype=None, describe_param=str, **asked)
+    given = {"grad_sign": 1.0, "coupled_decay": 0.0, "decay_factor": 1.0, **settings}
+    rounding = {"state_dtype": None, "seed": None, "stochastic_rounding": False}
+    said = GroupSettings(rule, hyper or {}, describe_param=str, **given, **rounding)
     gradient = IndexedGrad(indices, grad, len(param), param.shape[1])
     update = ParamUpdate(said, {}, 0, param, param, grad, gradient, state=state)
     update.targets, update.step = [param, *state], step
@@ -168,7 +162,7 @@ def test_the_core_refuses_programs_that_it_could_not_run():
         return array.array("H", [OPCODES[code], to, *operands]).tobytes()
 
     good = made("mul", 0, 1, 1, 1, 1)
-    core.Program(0, 0, 0, ((b"", good),), b"")
+    runs = core.Program(0, 0, 0, ((b"", good),), b"")
     bad = {
         "a register that there is not": made("mul", 0, 1, 64, 1, 1),
         "the gradient written": made("mul", 1, 1, 1, 1, 1),
@@ -177,14 +171,9 @@ def test_the_core_refuses_programs_that_it_could_not_run():
         "an instruction cut off": good[:-1],
         "a code that there is not": b"\xff\xff" + good[2:],
     }
-    for tile in bad.values():
+    tiles = [(0, 0, 1, ((b"", tile),), b"") for tile in bad.values()]
+    for program in (*tiles, (9, 0, 0, ((b"", good),), b""), (0, 0, 0, (), b"")):
         with pytest.raises(ValueError, match="no such program"):
-            core.Program(0, 0, 1, ((b"", tile),), b"")
-    with pytest.raises(ValueError, match="no such program"):
-        core.Program(9, 0, 0, ((b"", good),), b"")
-    with pytest.raises(ValueError, match="no such program"):
-        core.Program(0, 0, 0, (), b"")
+            core.Program(*program)
     with pytest.raises(ValueError, match="wrong number"):
-        core.NativeGroup(
-            core.Program(0, 0, 0, ((b"", good),), b""), ("sum",), 1, 1.0, 0.0, 1.0, (), False
-        )
+        core.NativeGroup(runs, ("sum",), 1, 1.0, 0.0, 1.0, (), False)

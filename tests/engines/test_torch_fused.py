@@ -54,7 +54,8 @@ def assert_torchs_bits(name: str, options: dict[str, Any], dtype: torch.dtype) -
     if options.get("fused"):  # torch's fused kernels write into the gaps
         del params[-1], ours[-1]
     theirs = getattr(torch.optim, name)(params, **{"lr": 0.01, **options})
-    optimizer = getattr(sparsestep, name)(ours, **{"lr": 0.01, **options})
+    kernel = {} if {"foreach", "fused"} & options.keys() else {"foreach": False}
+    optimizer = getattr(sparsestep, name)(ours, **{"lr": 0.01, **options, **kernel})
     for _ in range(7):
         for param, mine in zip(params, ours, strict=True):
             param.grad = torch.randn_like(param)
@@ -70,7 +71,7 @@ def assert_torchs_bits(name: str, options: dict[str, Any], dtype: torch.dtype) -
 
 def test_first_gradients_become_momentum_with_the_sign_of_zeros():
     param = torch.zeros(3).requires_grad_()
-    optimizer = sparsestep.SGD([param], lr=0.1, momentum=0.9, dampening=0.5)
+    optimizer = sparsestep.SGD([param], lr=0.1, momentum=0.9, dampening=0.5, foreach=False)
     param.grad = torch.tensor([-0.0, 0.0, 2.0])
     optimizer.step()
     assert same_bits(optimizer.state[param]["momentum_buffer"], param.grad)
@@ -97,18 +98,6 @@ def test_an_operation_that_fails_is_repeated_and_no_other():
     replayed.run([replayed.environment([tensor])])
     assert len(failures) == 2
     assert tensor.tolist() == [4.0] * 4
-
-
-def test_temporaries_share_buffers():
-    first = torch.ones(1)
-    with Recording([first]) as recording:
-        for _ in range(5):
-            first.add_(first.sqrt().neg_())
-    replayed = Replay(recording)
-    replayed.reserve(4)
-    assert len(replayed._buffers) == 1
-    replayed.release()
-    assert not replayed._buffers
 
 
 def test_a_kernel_that_reads_numbers_cannot_be_replayed():
@@ -139,15 +128,18 @@ def test_what_fails_for_good_is_raised(monkeypatch: pytest.MonkeyPatch):
     assert len(attempts) == 4
 
 
-def test_a_dense_step_needs_no_memory_of_a_parameters_size():
-    """Temporaries are pieces, however large the parameter is."""
+def test_temporaries_are_pieces_and_share_buffers():
+    """A dense step needs no memory of a parameter's size."""
+    assert replay.largest_piece(torch.empty(1 << 24, device="meta"), 1 << 17) == 1 << 17
     first = torch.ones(1)
     with Recording([first]) as recording:
-        first.sqrt()
-    assert replay.largest_piece(torch.empty(1 << 24, device="meta"), 1 << 17) == 1 << 17
+        for _ in range(5):
+            first.add_(first.sqrt().neg_())
     replayed = Replay(recording)
     replayed.reserve(1 << 17)
-    assert sum(buffer.nbytes for buffer in replayed._buffers) == 4 << 17
+    assert [buffer.nbytes for buffer in replayed._buffers] == [4 << 17]
+    replayed.release()
+    assert not replayed._buffers
 
 
 # What they are given
@@ -182,10 +174,11 @@ def test_an_option_that_the_formula_does_not_read_must_be_a_number(fused: bool):
     assert bool((param == 1).all())
 
 
+@pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("count", [-1.0, -5.0, float("nan")])
-def test_a_count_that_is_none_is_refused_before_the_kernel_runs(count: float):
+def test_a_count_that_is_none_is_refused_before_the_kernel_runs(count: float, foreach: bool | None):
     param = torch.nn.Parameter(torch.ones(4, 3))
-    optimizer = sparsestep.Adam([param])
+    optimizer = sparsestep.Adam([param], foreach=foreach)
     param.grad = torch.ones(4, 3)
     optimizer.step()
     optimizer.state[param]["step"].fill_(count)

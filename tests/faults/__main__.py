@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from tests.faults import allocations
@@ -46,6 +45,7 @@ def search(options: argparse.Namespace) -> int:
     import torch
 
     import sparsestep
+    from tests import processes
     from tests.faults import harness, operations, ranks
     from tests.faults.injectors import INJECTORS
 
@@ -62,23 +62,26 @@ def search(options: argparse.Namespace) -> int:
             faults = faults[number % len(faults) :][:1]
         if is_chosen(operation, options.operations):
             chosen += [(operation, name) for name in faults]
-    expected: dict[tuple[str, str], Any] = {}
-    findings: list[str] = []
-    jobs = ((pair, partial(calibrated, everything[pair[0]], INJECTORS[pair[1]])) for pair in chosen)
-    for pair, found in harness.in_processes(jobs, options.workers):
-        if isinstance(found, harness.Outcome):
-            report(findings, pair, None, found.detail)
-        else:
-            expected[pair] = found
-    print(f"{len(expected)} pairs of operation and fault", flush=True)
-    counts: Counter[tuple[str, str, str]] = Counter()
-    end = time.monotonic() + options.seconds if options.seconds else float("inf")
+    expected: dict[tuple[str, str], harness.Expected] = {}
 
-    def cases() -> Iterator[tuple[Any, Callable[[], Any]]]:
+    def calibrated(pair: tuple[str, str]) -> Any:
+        make, injector = everything[pair[0]], INJECTORS[pair[1]]
+        return harness.outcome_of(lambda: harness.calibrate(make, injector()))
+
+    def disturbed(case: tuple[tuple[str, str], int]) -> Any:
+        pair, nth = case
+        make, injector = everything[pair[0]], INJECTORS[pair[1]]
+        return harness.outcome_of(lambda: harness.run_case(make, injector(), nth, expected[pair]))
+
+    def run(batches: Iterator[list[Any]], work: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
+        for key, found in processes.run(batches, work, options.workers, harness.TIMEOUT):
+            is_lost = isinstance(found, processes.Lost)
+            yield key, harness.outcome_of_lost(found) if is_lost else found
+
+    def cases() -> Iterator[list[tuple[tuple[str, str], int]]]:
         chance = random.Random(options.seed)
         for turn in itertools.count() if expected else ():
             for pair, known in expected.items():
-                events = known.events
                 if options.nth is not None:
                     if turn:
                         return
@@ -86,17 +89,25 @@ def search(options: argparse.Namespace) -> int:
                 elif options.sample:
                     if turn >= options.sample:
                         return
-                    nth = (2 * turn + 1) * events // (2 * options.sample)
+                    nth = (2 * turn + 1) * known.events // (2 * options.sample)
                 else:
-                    nth = chance.randrange(max(1, events))
+                    nth = chance.randrange(max(1, known.events))
                 if time.monotonic() > end:
                     return
-                make, injector = everything[pair[0]], INJECTORS[pair[1]]
-                yield (pair, nth), partial(disturbed, make, injector, nth, known)
+                yield [(pair, nth)]
 
+    findings: list[str] = []
+    for pair, found in run(([pair] for pair in chosen), calibrated):
+        if isinstance(found, harness.Outcome):
+            report(findings, pair, None, found.detail)
+        else:
+            expected[pair] = found
+    print(f"{len(expected)} pairs of operation and fault", flush=True)
+    counts: Counter[tuple[str, str, str]] = Counter()
+    end = time.monotonic() + options.seconds if options.seconds else float("inf")
     told = time.monotonic()
     try:
-        for (pair, nth), outcome in harness.in_processes(cases(), options.workers):
+        for (pair, nth), outcome in run(cases(), disturbed):
             counts[(*pair, outcome.kind)] += 1
             if outcome.kind == "finding":
                 report(findings, pair, nth, outcome.detail)
@@ -112,18 +123,6 @@ def search(options: argparse.Namespace) -> int:
 
 def is_chosen(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-
-def calibrated(make: Any, injector: Any) -> Any:
-    from tests.faults import harness
-
-    return harness.calibrate(make, injector())
-
-
-def disturbed(make: Any, injector: Any, nth: int, known: Any) -> Any:
-    from tests.faults import harness
-
-    return harness.run_case(make, injector(), nth, known)
 
 
 def report(findings: list[str], pair: tuple[str, str], nth: int | None, detail: str) -> None:

@@ -9,17 +9,12 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import pickle
-import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +24,7 @@ from tests.faults.allocations import is_out_of_memory
 from tests.faults.injectors import AllocationFailures, Injector, Signals
 from tests.faults.operations import Operation
 from tests.faults.snapshot import Snapshot, difference
+from tests.processes import Lost
 
 TIMEOUT = 60.0
 
@@ -65,6 +61,23 @@ class FindingError(Exception):
     """Not all, and not nothing."""
 
 
+def outcome_of(work: Callable[[], Any]) -> Any:
+    """What a case gives; its errors are findings."""
+    try:
+        return work()
+    except FindingError as finding:
+        return Outcome("finding", str(finding))
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error)[-6:])
+        return Outcome("finding", f"outside of the operation: {text}")
+
+
+def outcome_of_lost(lost: Lost) -> Outcome:
+    if ranks.is_aborted(lost.log):
+        return Outcome("aborted")
+    return Outcome("finding", f"{lost.kind}\n{lost.log[-1000:]}")
+
+
 # One process
 
 
@@ -76,16 +89,16 @@ def calibrate(make: type[Operation], injector: Injector) -> Expected:
         before = _killed(make, None, run=False)
         after = _killed(make, None, run=True)
         with _folder() as folder:
-            world = make(folder)
+            world = make(Path(folder))
             return Expected([before], [after], injector.count(world.run), 0.0)
     with _folder() as folder:
-        world = make(folder)
+        world = make(Path(folder))
         before = world.snapshot()
         began = time.perf_counter()
         world.run()
         seconds, after = time.perf_counter() - began, world.snapshot()
     with _folder() as folder:
-        world = make(folder)
+        world = make(Path(folder))
         events = injector.count(world.run)
         found = world.snapshot()
     if found != after:
@@ -104,7 +117,7 @@ def run_case(make: type[Operation], injector: Injector, nth: int, expected: Expe
         killed = _killed(make, (injector, nth), run=True)
         return _judge(KeyboardInterrupt(), killed, before, after)
     with _folder() as folder:
-        world = make(folder)
+        world = make(Path(folder))
         handlers, files = _handlers(), _open_files()
         error = _inject(injector, world.run, nth)
         found = world.snapshot()
@@ -197,15 +210,8 @@ def _open_files() -> int:
         return 0
 
 
-class _folder:  # noqa: N801 (used like a function)
-    """A temporary folder."""
-
-    def __enter__(self) -> Path:
-        self._path = Path(tempfile.mkdtemp(prefix="faults-"))
-        return self._path
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True)
 
 
 def _killed(make: type[Operation], fault: tuple[Injector, int] | None, run: bool) -> Snapshot:
@@ -214,7 +220,7 @@ def _killed(make: type[Operation], fault: tuple[Injector, int] | None, run: bool
         pid = os.fork()
         if pid == 0:
             try:
-                world = make(folder)
+                world = make(Path(folder))
                 if run and fault is not None:
                     fault[0].inject(world.run, fault[1])
                 elif run:
@@ -227,7 +233,7 @@ def _killed(make: type[Operation], fault: tuple[Injector, int] | None, run: bool
         if status not in (0, signal.SIGKILL):
             raise FindingError(f"the process that was to be killed ended with status {status}")
         world = make.__new__(make)
-        world.folder = folder
+        world.folder = Path(folder)
         return world.reopen()
 
 
@@ -280,99 +286,3 @@ def _run_ranks(
         errors = [error for error, _ in found]
         raise FindingError(f"ranks differ: {kinds}, errors {errors}")
     return Outcome(kinds[0])
-
-
-# Many cases, side by side
-
-
-@dataclass
-class _Child:
-    key: Any
-    pid: int
-    reader: int
-    deadline: float
-    log: Any
-    data: bytearray = field(default_factory=bytearray)
-
-
-def in_processes(
-    jobs: Iterator[tuple[Any, Callable[[], Any]]], workers: int
-) -> Iterator[tuple[Any, Any]]:
-    """Run functions in forked processes; yield their results, or an ``Outcome`` that says why not.
-
-    Args:
-        jobs: keys and functions.
-        workers: number of processes at a time.
-    """
-    children: dict[int, _Child] = {}
-    is_over = False
-    while children or not is_over:
-        while not is_over and len(children) < workers:
-            job = next(jobs, None)
-            if job is None:
-                is_over = True
-            else:
-                child = _start(*job)
-                children[child.reader] = child
-        for reader in wait(list(children), timeout=1.0):
-            child = children[reader]  # type: ignore[index]
-            some = os.read(child.reader, 1 << 20)
-            child.data += some
-            if not some:
-                del children[child.reader]
-                yield child.key, _result(child)
-        for child in list(children.values()):
-            if time.monotonic() > child.deadline:
-                del children[child.reader]
-                _end(child)
-                yield child.key, Outcome("finding", f"hang: more than {TIMEOUT:g} s")
-
-
-def _start(key: Any, work: Callable[[], Any]) -> _Child:
-    reader, writer = os.pipe()
-    log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the child runs)
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        os.close(writer)
-        return _Child(key, pid, reader, time.monotonic() + TIMEOUT, log)
-    status = 1
-    try:
-        os.setsid()
-        os.close(reader)
-        os.dup2(log.fileno(), 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            result = work()
-        except FindingError as finding:
-            result = Outcome("finding", str(finding))
-        except BaseException as error:
-            text = "".join(traceback.format_exception(error)[-6:])
-            result = Outcome("finding", f"outside of the operation: {text}")
-        with open(writer, "wb") as out:
-            pickle.dump(result, out)
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def _result(child: _Child) -> Any:
-    os.close(child.reader)
-    status = os.waitpid(child.pid, 0)[1]
-    with child.log:
-        child.log.seek(0)
-        text = child.log.read().decode(errors="replace")[-1000:]
-    if status or not child.data:
-        if ranks.is_aborted(text):
-            return Outcome("aborted")
-        return Outcome("finding", f"crash: exit status {status}\n{text}")
-    return pickle.loads(bytes(child.data))
-
-
-def _end(child: _Child) -> None:
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        os.kill(child.pid, signal.SIGKILL)
-    os.waitpid(child.pid, 0)
-    os.close(child.reader)

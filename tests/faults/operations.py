@@ -22,30 +22,43 @@ Make = Callable[[Any], RuleOptimizer]
 
 
 class Operation:
-    """Something that must happen as a whole or not at all.
+    """Something that must happen as a whole or not at all; a step, if nothing else is said.
 
     Attributes:
         faults: names of the faults that apply. ``"kill"`` needs ``reopen``.
         may_raise_late: whether torch may still run out of memory when the operation is complete.
+        pending: the batch whose gradients are there, if there are any.
     """
 
     faults: tuple[str, ...] = ("line", "allocation", "signal")
     may_raise_late = False
+    pending: int | None = None
+    optimizer: RuleOptimizer
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         torch.manual_seed(0)
         self.setup()
+        if self.pending is not None:
+            self.backward(self.pending)
 
     def setup(self) -> None:
         raise NotImplementedError
 
-    def run(self) -> None:
+    def backward(self, step: int) -> None:
+        """Make the gradients of a batch."""
         raise NotImplementedError
+
+    def train(self, step: int) -> None:
+        self.backward(step)
+        self.optimizer.step()
+
+    def run(self) -> None:
+        self.optimizer.step()
 
     def values(self) -> dict[str, Any]:
         """Everything that the operation may change."""
-        raise NotImplementedError
+        return of_optimizer(self.optimizer)
 
     def snapshot(self) -> Snapshot:
         return snapshot(self.values())
@@ -87,8 +100,7 @@ class Step(Operation):
         self.params = [nn.Parameter(torch.randn(shape).to(self.dtype)) for shape in shapes]
         self.optimizer = self.make(self.params)
         for step in range(self.steps_before):
-            self.backward(step)
-            self.optimizer.step()
+            self.train(step)
         self.backward(self.steps_before)
 
     def backward(self, step: int) -> None:
@@ -101,12 +113,6 @@ class Step(Operation):
                 param.grad = torch.sparse_coo_tensor(
                     ids[None], values, param.shape, check_invariants=True
                 )
-
-    def run(self) -> None:
-        self.optimizer.step()
-
-    def values(self) -> dict[str, Any]:
-        return of_optimizer(self.optimizer)
 
 
 @sparsestep.rule(state={"average": 0.0})
@@ -193,15 +199,16 @@ class DenseStep(Step):
 
 def dense_steps() -> dict[str, type[Step]]:
     """Each class, its variants, first steps and later ones."""
+    loop = {"foreach": False}
     makes: dict[str, Make] = {
-        **{ours.__name__: partial(ours, weight_decay=0.1) for ours, _ in COUNTERPARTS},
-        "Adam": lambda params: sparsestep.Adam(params, weight_decay=0.1, amsgrad=True),
+        **{ours.__name__: partial(ours, weight_decay=0.1, **loop) for ours, _ in COUNTERPARTS},
+        "Adam": lambda params: sparsestep.Adam(params, weight_decay=0.1, amsgrad=True, **loop),
         "AdamW": lambda params: sparsestep.AdamW(params, foreach=True),
         "AdamW fused": lambda params: sparsestep.AdamW(params, fused=True),
         "Adagrad": lambda params: sparsestep.Adagrad(params, foreach=True, maximize=True),
-        "SGD": lambda params: sparsestep.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+        "SGD": lambda params: sparsestep.SGD(params, momentum=0.9, nesterov=True, **loop),
         "SGD foreach": lambda params: sparsestep.SGD(params, lr=0.1, momentum=0.9, foreach=True),
-        "RMSprop": lambda params: sparsestep.RMSprop(params, momentum=0.9, centered=True),
+        "RMSprop": lambda params: sparsestep.RMSprop(params, momentum=0.9, centered=True, **loop),
     }
     found: dict[str, type[Step]] = {}
     for name, make in makes.items():
@@ -210,6 +217,11 @@ def dense_steps() -> dict[str, type[Step]]:
     for name in ("dense step: Adam", "dense step: AdamW fused", "first dense step: SGD"):
         found[f"{name}, in pieces"] = of(found[name], few_params=0)
     return found
+
+
+NativeDenseStep = of(
+    Step, sparsestep.AdamW, layout="strided", faults=(*Step.faults, "out of memory")
+)
 
 
 def masked_adamw(params: Any) -> RuleOptimizer:
@@ -240,6 +252,11 @@ STEPS: dict[str, type[Operation]] = {
     "first mixed step": of(Mixed, steps_before=0),
     "complex step": of(Mixed, dtype=torch.complex64),
     "Lion step": of(Mixed, lambda params: sparsestep.Lion(params, lr=0.1)),
+    "first element-wise step": of(
+        Mixed,
+        lambda params: sparsestep.RowwiseAdam(params, lr=0.1, dense="elementwise"),
+        steps_before=0,
+    ),
     "reference step": of(Mixed, reference),
     "rounded reference step": of(
         Mixed, lambda params: rounded(params, engine="reference"), dtype=torch.bfloat16
@@ -255,6 +272,9 @@ STEPS: dict[str, type[Operation]] = {
     "replayed functional step": ReplayedFunctionalStep,
     "functional call": FunctionalCall,
     "masked step": of(Mixed, masked_adamw),
+    "first dense step": of(NativeDenseStep, steps_before=0),
+    "dense step": NativeDenseStep,
+    "replayed dense step": of(NativeDenseStep, steps_before=3),
     **dense_steps(),
 }
 
@@ -288,25 +308,14 @@ class Model(Operation):
         pooled = [table(ids).view(len(ids), -1, DIM).sum(1) for table in tables]
         return layer(torch.stack(pooled).sum(0)).square().sum()
 
-    def train(self, step: int) -> None:
+    def backward(self, step: int) -> None:
         self.optimizer.zero_grad()
         self.loss(step).backward()
-        self.optimizer.step()
-
-    def values(self) -> dict[str, Any]:
-        return of_optimizer(self.optimizer)
 
 
-class CompactStep(Model):
-    def setup(self) -> None:
-        super().setup()
-        self.loss(7).backward()
+class ClippedGrads(Model):
+    pending = 7
 
-    def run(self) -> None:
-        self.optimizer.step()
-
-
-class ClippedGrads(CompactStep):
     def run(self) -> None:
         sparsestep.clip_grad_norm_(self.model.parameters(), 0.5)
 
@@ -327,11 +336,11 @@ class StepInBackward(Model):
         super().setup()
         self.model[-1].requires_grad_(False)
         self.optimizer.step_in_backward([self.model[0].weight])
-        self.pending = self.loss(7)
+        self.computed = self.loss(7)
 
     def run(self) -> None:
         self.optimizer.zero_grad()
-        self.pending.backward(retain_graph=True)
+        self.computed.backward(retain_graph=True)
 
 
 class TrackedLookup(Model):
@@ -363,6 +372,26 @@ class Forget(Model):
 
 class DeferredForget(Forget, TrackedLookup):
     pass
+
+
+class SetMask(Model):
+    """From no mask to one over elements."""
+
+    by_row = False
+
+    def run(self) -> None:
+        weight = self.model[0].weight
+        shape = weight.shape[:1] if self.by_row else weight.shape
+        mask = torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.5
+        self.optimizer.set_mask(weight, mask)
+
+    def values(self) -> dict[str, Any]:
+        masks = [group.get("mask") for group in self.optimizer.param_groups]
+        return {**super().values(), "masks": [m for mask in masks for m in mask or ()]}
+
+
+class DeferredSetMask(SetMask, TrackedLookup):
+    by_row = True
 
 
 class GrowTable(Model):
@@ -458,6 +487,17 @@ class GrowVocabulary(VocabularyLookup):
         self.vocabulary.grow(self.rows + 100)
 
 
+class MergeVocabulary(VocabularyLookup):
+    def setup(self) -> None:
+        super().setup()
+        self.vocabulary.grow(self.rows + 20)
+        self.other = sparsestep.nn.Vocabulary(20)
+        self.other(ids_of(9, count=9))
+
+    def run(self) -> None:
+        self.vocabulary.merge(self.other)
+
+
 class LoadVocabulary(VocabularyLookup):
     def setup(self) -> None:
         super().setup()
@@ -499,27 +539,11 @@ class Mapped(Operation):
         self.optimizer.zero_grad()
         (self.model(ids_of(step, 60)) - 1).square().sum().backward()
 
-    def train(self, step: int) -> None:
-        self.backward(step)
-        self.optimizer.step()
-
     def save(self, note: str) -> None:
         sparsestep.storage.save(self.folder / "saved", self.model, self.optimizer, extra=note)
 
     def load(self) -> Any:
         return sparsestep.storage.load(self.folder / "saved", self.model, self.optimizer)
-
-    def values(self) -> dict[str, Any]:
-        return of_optimizer(self.optimizer)
-
-
-class MappedStep(Mapped):
-    def setup(self) -> None:
-        super().setup()
-        self.backward(7)
-
-    def run(self) -> None:
-        self.optimizer.step()
 
 
 class CreateTable(Mapped):
@@ -618,7 +642,7 @@ class Load(Mapped):
 
 OPERATIONS: dict[str, type[Operation]] = {
     **STEPS,
-    "compact step": CompactStep,
+    "compact step": of(Model, pending=7),
     "step in backward": StepInBackward,
     "clip": ClippedGrads,
     "lookup: tracked": TrackedLookup,
@@ -626,6 +650,8 @@ OPERATIONS: dict[str, type[Operation]] = {
     "catch_up": CatchUp,
     "forget": Forget,
     "forget: deferred": DeferredForget,
+    "set_mask": SetMask,
+    "set_mask: deferred": DeferredSetMask,
     "grow": GrowTable,
     "add_param_group": AddGroup,
     "load_state_dict": LoadStateDict,
@@ -636,9 +662,10 @@ OPERATIONS: dict[str, type[Operation]] = {
     "vocabulary: mapped": MappedVocabularyLookup,
     "vocabulary: grow": GrowVocabulary,
     "vocabulary: load": LoadVocabulary,
-    "mapped step": MappedStep,
-    "mapped step: in rows": of(MappedStep, in_rows=True),
-    "mapped step: deferred": of(MappedStep, semantics="dense"),
+    "vocabulary: merge": MergeVocabulary,
+    "mapped step": of(Mapped, pending=7),
+    "mapped step: in rows": of(Mapped, pending=7, in_rows=True),
+    "mapped step: deferred": of(Mapped, pending=7, semantics="dense"),
     "mapped: create": CreateTable,
     "save: first": Save,
     "save: changes": of(Save, checkpoints=2),

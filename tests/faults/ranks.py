@@ -58,22 +58,6 @@ class RankOperation(Operation):
         for param in self.model[-1].parameters():  # as DistributedDataParallel does
             dist.all_reduce(param.grad)
 
-    def train(self, step: int) -> None:
-        self.backward(step)
-        self.optimizer.step()
-
-    def values(self) -> dict[str, Any]:
-        return of_optimizer(self.optimizer)
-
-
-class ShardedStep(RankOperation):
-    def setup(self) -> None:
-        super().setup()
-        self.backward(5)
-
-    def run(self) -> None:
-        self.optimizer.step()
-
 
 class ShardedLookup(RankOperation):
     def run(self) -> None:
@@ -168,8 +152,8 @@ OPERATIONS: dict[str, type[Operation]] = {
     "consolidate": Consolidate,
     "ranks: shard": Shard,
     "ranks: lookup": ShardedLookup,
-    "ranks: step": ShardedStep,
-    "ranks: step on whole tables": of(ShardedStep, plan="tables"),
+    "ranks: step": of(RankOperation, pending=5),
+    "ranks: step on whole tables": of(RankOperation, pending=5, plan="tables"),
     "ranks: vocabulary": SharedVocabularyLookup,
     "ranks: save": DistributedSave,
     "ranks: load": DistributedLoad,

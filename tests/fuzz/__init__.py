@@ -15,8 +15,12 @@ Parameters, gradients and garbage come from `tests/generate`, the numbers of a s
 | --- | --- |
 | `findings.py` | what a refusal has to look like |
 | `world.py`, `operations.py` | an optimizer and what may be done with it |
+| `dense.py` | the same with dense semantics, beside a dense run |
 | `spoiling.py` | what must be refused, or at least not break anything |
-| `kinds/` | a file for each kind of case |
-| `cases.py` | seed to case |
-| `pool.py`, `__main__.py` | processes that survive a crash, and the command |
+| `calls.py` | functions, lookups, clipping and classes with one bad argument |
+| `cases.py`, `__main__.py` | seed to case, and the command |
+
+What needs no program of several steps is left to hypothesis: modules and clipping beside torch's
+(`tests/nn`, `tests/grads`), and formulas of users (`tests/engines/test_programs.py`). With
+`SPARSESTEP_HYPOTHESIS=fuzz` these draw at random, too.
 """

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import os
 import re
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 
-from tests.fuzz import pool
-from tests.fuzz.pool import Outcome
+from tests import processes
+from tests.fuzz import cases
+from tests.fuzz.cases import Outcome
+
+BATCH = 50  # seeds of one process
 
 
 def main() -> int:
@@ -23,16 +28,12 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=20.0, help="of one case, in seconds")
     parser.add_argument("--seed", type=int, help="run this case alone, and tell its steps")
     options = parser.parse_args()
+    cases.prepare()
     return replay(options.seed) if options.seed is not None else search(options)
 
 
 def replay(seed: int) -> int:
-    import faulthandler
-
-    from tests.fuzz import cases
-
     faulthandler.enable()
-    cases.prepare()
     outcome = cases.run(seed, lambda text: print(text, flush=True))
     print(f"FOUND {outcome.finding}: {outcome.detail}" if outcome.finding else "nothing found")
     return int(bool(outcome.finding))
@@ -40,19 +41,20 @@ def replay(seed: int) -> int:
 
 def search(options: argparse.Namespace) -> int:
     first = int(time.time()) * 1000 if options.first is None else options.first
-    seeds = (
-        itertools.count(first)
-        if options.cases is None
-        else iter(range(first, first + options.cases))
-    )
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
     if options.cases is None and options.seconds is None:
         print(f"seeds from {first}; until you stop it")
+
+    def batches() -> Iterator[list[int]]:
+        last = float("inf") if options.cases is None else first + options.cases
+        for begin in itertools.count(first, BATCH):
+            if begin >= last or time.monotonic() >= end:
+                return
+            yield list(range(begin, int(min(begin + BATCH, last))))
+
     tally = Tally()
     try:
-        for outcome in pool.run(
-            seeds, options.workers, options.timeout, lambda: time.monotonic() < end
-        ):
+        for outcome in outcomes(batches(), cases.run, options.workers, options.timeout):
             tally.add(outcome)
             tally.show_now_and_then()
     except KeyboardInterrupt:
@@ -61,6 +63,13 @@ def search(options: argparse.Namespace) -> int:
     if tally.findings:
         print("See a case again with: python -m tests.fuzz --seed SEED")
     return int(bool(tally.findings))
+
+
+def outcomes(
+    batches: Iterator[list[int]], run: Callable[[int], Outcome], workers: int, timeout: float
+) -> Iterator[Outcome]:
+    for seed, found in processes.run(batches, run, workers, timeout):
+        yield cases.lost(seed, found) if isinstance(found, processes.Lost) else found
 
 
 class Tally:

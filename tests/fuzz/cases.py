@@ -5,25 +5,81 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from sparsestep import _native
+from tests.fuzz.calls import calls, making
+from tests.fuzz.dense import DenseWorld
 from tests.fuzz.findings import where
-from tests.fuzz.kinds import clipping, dense, functions, making, modules, own_rules, training
-from tests.fuzz.pool import Outcome
-from tests.fuzz.world import INSTRUCTION_SETS, Say
+from tests.fuzz.operations import OPERATIONS
+from tests.fuzz.spoiling import spoil
+from tests.fuzz.world import INSTRUCTION_SETS, Say, World
+from tests.generate.params import folder_of_tables
 from tests.generate.source import NotApplicableError, SeededSource, Source
 from tests.oracle import FindingError
+from tests.processes import Lost
 
-KINDS: dict[Callable[[Source, Say], None], int] = {
-    **training.KINDS,
-    **functions.KINDS,
-    **dense.KINDS,
-    **modules.KINDS,
-    **clipping.KINDS,
-    **making.KINDS,
-    **own_rules.KINDS,
+Kind = Callable[[Source, Say], None]
+
+
+@dataclass
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        seed: of the case.
+        kind: of the case.
+        finding: what was found, in a word or two; empty if nothing.
+        detail: the same with numbers.
+    """
+
+    seed: int
+    kind: str
+    finding: str = ""
+    detail: str = ""
+
+
+def training(chance: Source, say: Say, *, by_hand: bool, garbage: bool) -> None:
+    """Operations on an optimizer, or on one that is given gradients by hand."""
+    world = World(chance, say, by_hand=by_hand)
+    world.build()
+    for _ in range(chance.integer(1, 6)):
+        if garbage and chance.one_in(2):
+            spoil(world)
+        else:
+            chance.weighted(OPERATIONS)(world)
+        if world.over:
+            return
+    if garbage:
+        spoil(world)
+
+
+def dense_semantics(chance: Source, say: Say, *, garbage: bool) -> None:
+    world = DenseWorld(chance, say, by_hand=chance.one_in(3))
+    world.build()
+    operations = world.operations | ({world.spoil: 15} if garbage else {})
+    for _ in range(chance.integer(3, 12)):
+        chance.weighted(operations)()
+        if world.over:
+            return
+    world.check()
+
+
+VALID: dict[str, tuple[Kind, int]] = {
+    "optimizer": (partial(training, by_hand=False, garbage=False), 15),
+    "by hand": (partial(training, by_hand=True, garbage=False), 12),
+    "dense semantics": (partial(dense_semantics, garbage=False), 8),
+}
+KINDS: dict[str, tuple[Kind, int]] = {
+    **VALID,
+    "optimizer and garbage": (partial(training, by_hand=False, garbage=True), 12),
+    "by hand and garbage": (partial(training, by_hand=True, garbage=True), 12),
+    "dense semantics and garbage": (partial(dense_semantics, garbage=True), 5),
+    "calls": (calls, 14),
+    "making": (making, 6),
 }
 
 
@@ -31,12 +87,8 @@ def prepare() -> None:
     """Once per process: nothing of what is expected here is worth a warning."""
     warnings.simplefilter("ignore")
     torch.sparse.check_sparse_tensor_invariants.disable()
-    gc.disable()  # it is called between cases; so that one case is as fast as the next
-
-
-def collect() -> None:
-    """Between two batches."""
-    gc.collect()
+    folder_of_tables()
+    gc.disable()  # so that one case is as fast as the next; processes do not live long
 
 
 def run(seed: int, tell: Say | None = None) -> Outcome:
@@ -46,11 +98,10 @@ def run(seed: int, tell: Say | None = None) -> Outcome:
     torch.set_num_threads(1)
     if INSTRUCTION_SETS:
         _native.use_instruction_set(chance.pick(INSTRUCTION_SETS))
-    kind = chance.weighted(KINDS)
-    name = kind.__name__.replace("_", " ")
+    name = chance.weighted({name: weight for name, (_, weight) in KINDS.items()})
     say(f"{name}, instruction set {_native.instruction_set()}")
     try:
-        kind(chance, say)
+        KINDS[name][0](chance, say)
     except FindingError as found:
         return Outcome(seed, name, found.kind, found.detail)
     except NotApplicableError:
@@ -59,3 +110,10 @@ def run(seed: int, tell: Say | None = None) -> Outcome:
         text = f"{type(error).__name__} at {where(error)}"
         return Outcome(seed, name, text, " ".join(str(error).split())[:300])
     return Outcome(seed, name)
+
+
+def lost(seed: int, why: Lost) -> Outcome:
+    """A case whose process crashed or hangs, with the place that it was at."""
+    lines = [line.strip() for line in why.log.splitlines() if "File" in line]
+    ours = [line for line in lines if "/sparsestep/" in line]
+    return Outcome(seed, "process", why.kind, (ours or lines or ["no trace"])[0])

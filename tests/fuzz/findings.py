@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Callable
 
 from torch import Tensor
 
+import sparsestep
 from sparsestep import InputError
 from tests.oracle import FindingError
 from tests.subject import NOT_NATIVE
@@ -82,10 +84,13 @@ def check_close(finding: str, what: str, ours: Tensor, exact: Tensor, room: floa
         raise FindingError(finding, f"{what}: {found}, right is {right} within {room:.2g}")
 
 
+_SOURCES = os.path.dirname(sparsestep.__file__)
+
+
 def where(error: BaseException) -> str:
     """The innermost line of the library that an error went through."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if "/sparsestep/" in f.filename and "/tests/" not in f.filename]
+    ours = [frame for frame in frames if frame.filename.startswith(_SOURCES)]
     if not ours:
         return "the test itself"
-    return f"{ours[-1].filename.rsplit('/sparsestep/', 1)[-1]}:{ours[-1].name}"
+    return f"{os.path.relpath(ours[-1].filename, _SOURCES)}:{ours[-1].name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from tests.faults.injectors import Lines
 from tests.fuzz.findings import is_taken
 from tests.fuzz.world import World, refused
 from tests.generate import garbage
-from tests.generate.source import NotApplicableError
+from tests.generate.source import NotApplicableError, Source
 from tests.oracle import FindingError
 from tests.subject import Snapshot
 
@@ -35,7 +36,7 @@ class Spoilt:
 def spoil(world: World) -> None:
     """A step in which one thing is wrong."""
     how = world.chance.weighted(_WAYS)
-    if how in (interrupt, raising_closure):
+    if how in (interrupt, raising_closure, bad_checkpoint):
         how(world)
         return
     drawn = world.draw()
@@ -60,10 +61,10 @@ def bad_gradient(world: World, place: int) -> Spoilt:
         bad, text, must = garbage.any_garbage(world.chance, param)
         world.given[place] = bad
         return Spoilt(text, must, lambda: None)
-    bad, text, must = garbage.indices_outside(world.chance, param)
+    bad, text = garbage.index_outside(world.chance, param)
     before = param.grad
     param.grad = bad
-    return Spoilt(text, must, lambda: setattr(param, "grad", before))
+    return Spoilt(text, True, lambda: setattr(param, "grad", before))
 
 
 def too_few_gradients(world: World, place: int) -> Spoilt:
@@ -195,16 +196,10 @@ def bad_state(world: World, place: int) -> Spoilt:
         raise NotApplicableError
     name = world.chance.pick(list(record))
     before = record[name]
-    things: list[Any]
-    if name == "step":
-        things = ["x", None, torch.tensor([1.0, 2.0]), float("nan"), -3, [], 1.5]
-        things += [torch.tensor(float("nan")), torch.tensor(2), torch.tensor("x" == "y")]
-    else:
-        shape = param.shape
-        things = ["x", 3, None, torch.zeros(*shape, 2), torch.zeros(shape, dtype=torch.int64)]
-        things += [torch.zeros(shape).to_sparse_coo(), torch.zeros(shape, device="meta")]
-        things += [torch.zeros(()).expand(shape), torch.zeros(shape, dtype=torch.complex64)]
-        things += [garbage.Wrapper(torch.zeros(shape))]
+    things: list[Any] = ["x", None, torch.tensor([1.0, 2.0]), float("nan"), -3, [], 1.5]
+    things += [torch.tensor(float("nan")), torch.tensor(2), torch.tensor(False)]
+    if name != "step":
+        things = list(garbage.bad_state(torch.zeros(param.shape)).values())
     if world.chance.one_in(6):
         del record[name]
         text = f"state without {name}"
@@ -225,11 +220,6 @@ def bad_state(world: World, place: int) -> Spoilt:
 
 # Options
 
-VALUES: list[Any] = [
-    *(None, "x", -1.0, float("nan"), float("inf"), 1e400, 2.0, 1.0, 0, True, False, [], {}, (), 1j),
-    *((0.9,), (0.9, 1.0), (-1, 0.5), ("a", "b"), (0.9, 0.99, 0.999), [0.9, 0.99], object()),
-]
-
 
 def bad_option(world: World, place: int) -> Spoilt:
     group, _, _ = world.each()[place]
@@ -243,7 +233,7 @@ def bad_option(world: World, place: int) -> Spoilt:
         text = f"no {name} in the group"
     else:
         tensors = [torch.tensor([0.1, 0.2]), torch.tensor(0.1), torch.zeros(2, 2) > 0]
-        value = chance.pick([*VALUES, *tensors])
+        value = chance.pick([*garbage.VALUES, *tensors])
         group[name] = value
         text = f"{name} = {value!r}"
 
@@ -264,6 +254,58 @@ def tensor_lr_with_foreach(world: World, place: int) -> Spoilt:
     before = {name: group[name] for name in ("foreach", "lr")}
     group.update(foreach=True, lr=torch.tensor(0.1))
     return Spoilt("foreach=True, lr a tensor", False, lambda: group.update(before))
+
+
+# Checkpoints
+
+
+def bad_checkpoint(world: World) -> None:
+    """Nothing may change, and training goes on."""
+    saved = copy.deepcopy(world.front.state_dict())
+    text = _broken(world.chance, saved)
+    world.say(f"load_state_dict with {text}")
+    was_refused = refused(
+        world, lambda: world.front.load_state_dict(saved), f"loading {text}", must=False
+    )
+    world.over = not was_refused
+
+
+def _broken(chance: Source, saved: dict[str, Any]) -> str:
+    """Break one thing in a checkpoint."""
+    what = chance.pick(["state", "tensor", "count", "group", "option", "whole"])
+    state, groups = saved["state"], saved["param_groups"]
+    thing = chance.pick([None, 3, "x", [], torch.zeros(2, 9), torch.zeros(()), {}])
+    known = [key for key, each in state.items() if isinstance(each, dict) and each]
+    if what == "tensor" and known:
+        record = state[chance.pick(known)]
+        name = chance.pick(list(record))
+        if chance.one_in(3):
+            del record[name]
+            return f"no {name}"
+        record[name] = thing
+        return f"{name} = {type(thing).__name__}"
+    if what == "state" and known:
+        state[chance.pick(known)] = thing
+        return f"a record that is {type(thing).__name__}"
+    if what == "group":
+        if chance.one_in(2):
+            groups.append(copy.deepcopy(groups[0]))
+            return "a group too many"
+        groups[0]["params"] = groups[0]["params"][:-1]
+        return "a parameter too few"
+    if what == "option":
+        name = chance.pick(list(groups[0]))
+        groups[0][name] = thing
+        return f"option {name} = {type(thing).__name__}"
+    if what == "whole":
+        name = chance.pick(["state", "param_groups"])
+        if chance.one_in(2):
+            del saved[name]
+            return f"no {name!r}"
+        saved[name] = thing
+        return f"{name!r} that is {type(thing).__name__}"
+    saved["own note"] = thing
+    return "a note"
 
 
 # Steps that are interrupted
@@ -328,6 +370,7 @@ _WAYS: dict[Callable[..., Any], int] = {
     another_param: 4,
     bad_state: 5,
     bad_option: 8,
+    bad_checkpoint: 5,
     tensor_lr_with_foreach: 1,
     raising_closure: 1,
     interrupt: 3,

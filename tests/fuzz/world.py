@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,60 @@ from torch import Tensor
 
 from sparsestep import InputError, _native
 from tests.fuzz.findings import check_refusal, is_taken
-from tests.generate.grads import Drawn, any_grad
+from tests.generate.grads import Drawn, Kind, any_grad
 from tests.generate.params import any_class, any_dtype, any_mask, any_options, any_param, written
 from tests.generate.source import Source
 from tests.oracle import FindingError
 from tests.subject import Snapshot, Subject, by_hand_class
-from tests.table import same_bits
+from tests.table import INSTRUCTION_SETS, Variant, same_bits
 
-INSTRUCTION_SETS = [name for name, there in _native.instruction_sets().items() if there]
 Say = Callable[[str], None]
+
+
+# What may be switched on around a step, and must make no difference to it
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+_AROUND: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "torch.device('meta')": lambda: torch.device("meta"),
+    "default dtype float64": lambda: _default_dtype(torch.float64),
+    "default dtype float16": lambda: _default_dtype(torch.float16),
+    "no_grad": torch.no_grad,
+    "enable_grad": torch.enable_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "deterministic algorithms": _deterministic,
+    "sparse invariants checked": torch.sparse.check_sparse_tensor_invariants,
+    "profiler": torch.autograd.profiler.profile,
+}
+
+
+def any_surroundings(chance: Source) -> tuple[AbstractContextManager[object], str]:
+    """Mostly none."""
+    if not chance.one_in(5):
+        return nullcontext(), ""
+    name = chance.pick(list(_AROUND))
+    if name == "profiler" and not chance.one_in(5):  # it is slow
+        name = "no_grad"
+    return _AROUND[name](), name
 
 
 class World(Subject):
@@ -45,7 +90,7 @@ class World(Subject):
         """Make the optimizer, with one group or two."""
         chance = self.chance
         engine = chance.pick(["auto", "auto", "native", "reference"])
-        if self.cls.rule_for is not None and not self._has_twin() and engine == "native":
+        if engine == "native" and not Variant(self.cls, self.options).has_twin:
             engine = "auto"
         for _ in range(chance.pick([1, 1, 2, 3])):
             make = partial(self.cls, **self.options)
@@ -66,10 +111,6 @@ class World(Subject):
                 self._mask_some(group)
         self.say(f"{type(self.front).__name__}({written(given)})")
 
-    def _has_twin(self) -> bool:
-        made = self.cls([torch.zeros(1)], **self.options)
-        return self.cls.rule_for(made.param_groups[0]).has_native_kernel
-
     def _mask_some(self, group: dict[str, Any]) -> None:
         if not self.chance.one_in(4):
             return
@@ -84,13 +125,13 @@ class World(Subject):
 
     # Steps
 
-    def draw(self) -> list[Drawn | None]:
+    def draw(self, kinds: tuple[Kind, ...] = ()) -> list[Drawn | None]:
         found: list[Drawn | None] = []
         for number, (_, _, param) in enumerate(self.each()):
             if self.chance.one_in(6):
                 found.append(None)
                 continue
-            drawn = any_grad(self.chance, param, by_hand=self.by_hand)
+            drawn = any_grad(self.chance, param, by_hand=self.by_hand, kinds=kinds)
             self.say(f"gradient {number}: {drawn.text}")
             found.append(drawn)
         return found
@@ -143,16 +184,18 @@ class World(Subject):
 
     def _compare_with(self, twin: World) -> None:
         for (_, _, ours), (_, _, theirs) in zip(self.each(), twin.each(), strict=True):
-            if not same_bits(ours, theirs):
-                raise FindingError("bits depend on threads, instruction set or copying", "param")
-            mine, other = self.record(ours), twin.record(theirs)
+            mine = {"param": ours, **self.record(ours)}
+            other = {"param": theirs, **twin.record(theirs)}
             for name, value in mine.items():
-                if name == "step":  # whose dtype follows torch's default
-                    same = int(value) == int(other[name])
-                else:
-                    same = not isinstance(value, Tensor) or same_bits(value, other[name])
-                if not same:
+                if not same_value(name, value, other[name]):
                     raise FindingError("bits depend on threads, instruction set or copying", name)
+
+
+def same_value(name: str, ours: Any, theirs: Any) -> bool:
+    """Whether two entries of a parameter's state are the same."""
+    if name == "step":  # whose dtype follows torch's default
+        return int(ours) == int(theirs)
+    return not isinstance(ours, Tensor) or same_bits(ours, theirs)
 
 
 def refused(world: World, call: Callable[[], Any], during: str, *, must: bool) -> bool:

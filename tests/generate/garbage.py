@@ -1,9 +1,12 @@
-"""Invalid and odd gradients, to be passed by hand."""
+"""Invalid and odd gradients, state and options, for a parameter of any shape.
+
+What is here is named, so that a test may go through all of it, and the fuzzer pick from it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,8 @@ from torch.masked import masked_tensor
 from torch.utils._pytree import tree_map
 
 from sparsestep import IndexedGrad
-from tests.generate.grads import BY_ROW, can_be_compressed, compressed
+from tests.generate.grads import BLOCKED, BY_ROW, COMPRESSED, can_be_compressed
 from tests.generate.source import NotApplicableError, Source
-
-# A gradient, what it is, and whether it has to be refused.
-Bad = tuple[Any, str, bool]
 
 
 class Wrapper(Tensor):
@@ -41,6 +41,18 @@ class Wrapper(Tensor):
         return tree_map(lambda t: Wrapper(t) if isinstance(t, Tensor) else t, found)
 
 
+class Unusable(Tensor):
+    """A tensor without memory that knows no operation."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> Tensor:
+        return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
 class Handed(torch.nn.Parameter):
     """A parameter whose gradient is whatever it was handed: torch itself refuses some bad ones."""
 
@@ -59,344 +71,275 @@ NO_TENSORS: list[Any] = [
     *({}, [], (), 3, 0.5, "gradient", True, object(), int, len, torch.float32, torch.Size([2])),
     *(np.ones((4, 6)), [1.0], {"grad": 1}, b"bytes", range(3), 1j, torch.nn.Identity(), Tensor),
 ]
-
-
-def no_tensor(chance: Source, param: Tensor) -> Bad:
-    thing = chance.pick(NO_TENSORS)
-    return thing, f"a gradient that is {type(thing).__name__}", True
-
-
-def wrong_shape(chance: Source, param: Tensor) -> Bad:
-    shape = list(param.shape)
-    if shape and chance.one_in(2):
-        shape[chance.integer(0, len(shape) - 1)] += chance.pick([1, 2])
-    else:
-        shape.append(chance.pick([1, 2]))
-    values = chance.numbers(shape, param.dtype)
-    form = chance.integer(0, 2)
-    if form == 1:
-        return values.to_sparse_coo(), f"a COO gradient of shape {tuple(shape)}", True
-    if form == 2 and not param.is_complex() and param.dtype != torch.bfloat16:
-        mask = torch.ones(shape, dtype=torch.bool)
-        return masked_tensor(values, mask), f"a MaskedTensor of shape {tuple(shape)}", True
-    return values, f"a strided gradient of shape {tuple(shape)}", True
-
-
-def wrong_dtype(chance: Source, param: Tensor) -> Bad:
-    dtypes = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float8_e4m3fn]
-    dtypes.append(torch.float32 if param.is_complex() else torch.complex64)
-    dtype = chance.pick(dtypes)
-    values = torch.ones(param.shape).to(dtype)
-    form = chance.integer(0, 2)
-    if form == 1 and dtype != torch.float8_e4m3fn:
-        return values.to_sparse_coo(), f"a COO gradient of {dtype}", True
-    if form == 2:
-        rows = param.shape[0] if param.dim() else 1
-        grad = IndexedGrad(
-            torch.arange(rows), values.reshape(rows, -1) if param.numel() else values
-        )
-        return grad, f"an IndexedGrad of {dtype}", True
-    return values, f"a strided gradient of {dtype}", True
-
-
-def elsewhere(chance: Source, param: Tensor) -> Bad:
-    values = torch.ones(param.shape, dtype=param.dtype)
-    form = chance.integer(0, 2)
-    if form == 1:
-        return values.to_sparse_coo().to("meta"), "a COO gradient on meta", True
-    if form == 2:
-        rows = param.shape[0] if param.dim() else 1
-        grad = IndexedGrad(torch.arange(rows, device="meta"), values)
-        return grad, "an IndexedGrad with positions on meta", True
-    return values.to("meta"), "a strided gradient on meta", True
-
-
-def odd(chance: Source, param: Tensor) -> Bad:
-    """Tensors of rare kinds, some of which might be worked with."""
-    values = chance.numbers(param.shape, param.dtype)
-    kind = chance.pick(["zero", "wrapper", "mkldnn", "nested", "quantized", "param", "requires"])
-    if kind == "zero":
-        zero = torch._efficientzerotensor(tuple(param.shape), dtype=param.dtype)
-        return zero, "a zero tensor without memory", False
-    if kind == "wrapper":
-        return Wrapper(values), "a wrapper without memory", False
-    if kind == "mkldnn" and param.dtype == torch.float32 and param.dim() and param.numel():
-        return values.to_mkldnn(), "an mkldnn gradient", True
-    if kind == "nested" and param.dim() and param.numel():
-        with_rows = torch.nested.nested_tensor([values.flatten(), values.flatten()])
-        return with_rows, "a nested gradient", True
-    if kind == "quantized" and param.dtype == torch.float32:
-        return torch.quantize_per_tensor(values, 0.1, 0, torch.qint8), "a quantized one", True
-    if kind == "param":
-        return param.detach(), "the parameter itself as gradient", False
-    return values.requires_grad_(), "a gradient that requires one", False
-
-
-def indices_outside(chance: Source, param: Tensor) -> Bad:
-    if not param.dim() or not param.numel():
-        raise NotApplicableError
-    sparse_dim = chance.integer(1, param.dim())
-    shape = param.shape
-    count = chance.integer(1, 4)
-    indices = torch.tensor([chance.integers(count, size) for size in shape[:sparse_dim]])
-    dim, place = chance.integer(0, sparse_dim - 1), chance.integer(0, count - 1)
-    bad = chance.pick([-1, shape[dim], 2**31, 2**62, -(2**63), 2**63 - 1])
-    indices[dim, place] = bad
-    values = chance.numbers((count, *shape[sparse_dim:]), param.dtype)
-    grad = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
-    return grad, f"COO indices {indices.tolist()}", True
-
-
-def broken_compressed(chance: Source, param: Tensor) -> Bad:
-    if not can_be_compressed(param, param.dtype):
-        raise NotApplicableError
-    good = compressed(chance, param, param.dtype).grad
-    by_row = good.layout in BY_ROW
-    starts = (good.crow_indices() if by_row else good.ccol_indices()).clone()
-    others = (good.col_indices() if by_row else good.row_indices()).clone()
-    values = good.values().clone()
-    what = chance.pick(["start", "end", "middle", "other", "values"])
-    if what == "start":
-        starts[..., 0] = chance.pick([-1, 1, 2**31 - 1])
-    elif what == "end":
-        starts[..., -1] += chance.pick([-1, 1, 7])
-    elif what == "middle" and starts.shape[-1] > 2:
-        starts[..., 1] = chance.pick([-5, others.shape[-1] + 1])
-    elif what == "other" and others.numel():
-        others[..., chance.integer(0, others.shape[-1] - 1)] = chance.pick([-1, 700, 2**31 - 1])
-    else:
-        raise NotApplicableError
-    grad = torch.sparse_compressed_tensor(
-        starts, others, values, param.shape, layout=good.layout, check_invariants=False
-    )
-    return grad, f"{good.layout} with a broken {what}", True
-
-
-def broken_indexed(chance: Source, param: Tensor) -> Bad:
-    shape = tuple(param.shape)
-    rows, block = (shape[0] if shape else 1), math.prod(shape[1:])
-    if not rows or not block:
-        raise NotApplicableError
-    n = chance.integer(1, 4)
-    fields: dict[str, Any] = {
-        "indices": torch.tensor(chance.integers(n, rows)),
-        "values": chance.numbers((n, block), param.dtype),
-        "num_slots": rows,
-        "slot_size": block,
-        "value_index": None,
-        "scale": None,
-        "element_mask": None,
-    }
-    name = chance.pick(list(fields))
-    bad, must = chance.pick(_broken(chance, name, n, rows, block, param))
-    fields[name] = bad
-    shown = tuple(bad.shape) if isinstance(bad, Tensor) else bad
-    return (
-        IndexedGrad(**fields),
-        f"an IndexedGrad whose {name} is {type(bad).__name__} {shown}",
-        must,
-    )
-
-
-def _broken(
-    chance: Source, name: str, n: int, rows: int, block: int, param: Tensor
-) -> list[tuple[Any, bool]]:
-    """Values for one field, and whether each has to be refused."""
-    things: list[tuple[Any, bool]] = [("x", True), ([0], True), (1.5, True), ({}, True)]
-    if name in ("num_slots", "slot_size"):
-        wrong = (rows if name == "num_slots" else block) + 1
-        return [*things, (-1, True), (2**62, True), (wrong, True), (None, True), (True, False)]
-    if name == "element_mask":
-        mask = torch.ones(n, block, dtype=torch.bool)
-        return [(mask, False), (mask.int(), True), (mask[None], True), ("x", True)]
-    sparse = torch.eye(n).to_sparse_coo()
-    meta = torch.zeros(n, dtype=torch.int64, device="meta")
-    things += [(sparse, True), (meta, True)]
-    if name == "values":
-        return [*things, (None, True), (chance.numbers((n, block + 1), param.dtype), True)]
-    if name == "scale":
-        integers = torch.ones(n, dtype=torch.int64)
-        return [*things, (torch.ones(n + 1), True), (integers, True), (torch.ones(n, 1), False)]
-    outside = chance.pick([-1, max(rows, n), 2**31, 2**62, -(2**63)])
-    at = torch.zeros(n, dtype=torch.int64)
-    at[chance.integer(0, n - 1)] = outside
-    floats, longer = torch.zeros(n), torch.zeros(n + 1, dtype=torch.int64)
-    return [*things, (at, True), (at, True), (floats, True), (longer, True)]
-
-
-def indices_in_the_param(chance: Source, param: Tensor) -> Bad:
-    """Positions that the step itself would write over while it reads them."""
-    fits = param.dtype == torch.float64 and param.dim() and param.is_contiguous() and param.numel()
-    if not fits:
-        raise NotApplicableError
-    rows = param.shape[0]
-    positions = param.detach().view(-1).view(torch.int64)[:rows]
-    values = chance.numbers((rows, math.prod(param.shape[1:])), param.dtype)
-    return IndexedGrad(positions, values), "positions in the parameter's memory", False
-
-
-GARBAGE: dict[Callable[[Source, Tensor], Bad], int] = {
-    no_tensor: 3,
-    wrong_shape: 3,
-    wrong_dtype: 3,
-    elsewhere: 2,
-    odd: 3,
-    indices_outside: 4,
-    broken_compressed: 4,
-    broken_indexed: 8,
-    indices_in_the_param: 1,
-}
-
-
-def any_garbage(chance: Source, param: Tensor) -> Bad:
-    while True:
-        try:
-            return chance.weighted(GARBAGE)(chance, param)
-        except NotApplicableError:
-            continue
-
-
-# By name, for a parameter of 4 x 6 in float32
-
-
-def compressed_of(
-    starts: list[Any],
-    others: list[Any],
-    values: Tensor,
-    layout: torch.layout = torch.sparse_csr,
-    shape: tuple[int, ...] = (4, 6),
-) -> Callable[[], Tensor]:
-    return lambda: torch.sparse_compressed_tensor(
-        torch.tensor(starts), torch.tensor(others), values, shape, layout=layout
-    )
-
-
-def indexed(*args: Any, **kwargs: Any) -> Callable[[], IndexedGrad]:
-    return lambda: IndexedGrad(*args, **kwargs)
+# Values of options and arguments.
+VALUES: list[Any] = [
+    *(None, "x", -1.0, float("nan"), float("inf"), 2.0, 1.0, 0, True, False, [], {}, (), 1j),
+    *((0.9,), (0.9, 1.0), (-1, 0.5), ("a", "b"), (0.9, 0.99, 0.999), [0.9, 0.99], object()),
+]
 
 
 def ids(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def fake() -> Tensor:
-    return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(WHOLE)
+def fake(like: Tensor) -> Tensor:
+    return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(like)
 
 
-class Unusable(Tensor):
-    """A tensor without memory that knows no operation."""
-
-    @staticmethod
-    def __new__(cls, like: Tensor) -> Tensor:
-        return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(func)
-
-
-ONES, WHOLE = torch.ones(2, 6), torch.ones(4, 6)
-CSR, CSC, BSR, BSC = torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc
-UNREADABLE: dict[str, Callable[[], Any]] = {
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(2, 6)]),
-    "quantized": lambda: torch.quantize_per_tensor(WHOLE, 0.1, 0, torch.qint8),
-    "mkldnn": WHOLE.to_mkldnn,
-    "meta": lambda: WHOLE.to("meta"),
-    "fake": fake,
-    "wrapper": lambda: Unusable(WHOLE),
-}
-# What may be a gradient, but not a part of an IndexedGrad.
-NO_PARTS: dict[str, Callable[[], Any]] = {
-    "zeros without memory": lambda: torch._efficientzerotensor((4, 6)),
-    "coo": WHOLE.to_sparse,
-    "csr": WHOLE.to_sparse_csr,
-    "bsr": lambda: WHOLE.to_sparse_bsr((2, 2)),
-    "masked": lambda: masked_tensor(WHOLE, WHOLE > 0),
-    "indexed": lambda: IndexedGrad(None, WHOLE),
-    "number": lambda: 2.5,
-    "string": lambda: "x",
-    "list": lambda: [1.0],
-}
-BROKEN: dict[str, Callable[[], Any]] = {
-    "index too large": indexed(ids(0, 4), ONES),
-    "index negative": indexed(ids(0, -1), ONES),
-    "index 2**62": indexed(ids(0, 2**62), ONES),
-    "index 2**62 of slots that are cut": indexed(ids(0, 2**62), torch.ones(2, 8), 3, 8),
-    "index of an element": indexed(ids(0, 24), torch.ones(2), 24, 1),
-    "value_index too large": indexed(ids(0, 1), ONES, 4, 6, ids(0, 2)),
-    "value_index negative": indexed(ids(0, 1), ONES, 4, 6, ids(-1, 0)),
-    "value_index too short": indexed(ids(0, 1), ONES, 4, 6, ids(0)),
-    "value_index without indices": indexed(None, torch.ones(4, 6), value_index=ids(0)),
-    "scale too short": indexed(ids(0, 1), ONES, scale=torch.ones(1)),
-    "scale of integers": indexed(ids(0, 1), ONES, scale=ids(1, 1)),
-    "scale without indices": indexed(None, torch.ones(4, 6), scale=torch.ones(4)),
-    "scale that is no tensor": indexed(ids(0, 1), ONES, scale=2.0),
-    "more indices than values": indexed(ids(0, 1, 2), ONES),
-    "fewer indices than values": indexed(ids(0), ONES),
-    "values of half a row": indexed(ids(0, 1), torch.ones(2, 3)),
-    "values of half a row with a value_index": indexed(ids(0, 1), torch.ones(5), 4, 6, ids(0, 0)),
-    "dense values of another shape": indexed(None, torch.ones(6, 4)),
-    "num_slots x slot_size": indexed(ids(0, 1), ONES, 5, 6),
-    "num_slots without slot_size": indexed(ids(0, 1), ONES, 4),
-    "negative num_slots": indexed(ids(0, 1), ONES, -4, -6),
-    "num_slots that are no integer": indexed(ids(0), ONES, 4.0, 6),
-    "float indices": indexed(torch.tensor([0.0, 1.0]), ONES),
-    "bool indices": indexed(torch.tensor([True, False]), ONES),
-    "float value_index": indexed(ids(0, 1), ONES, 4, 6, torch.tensor([0.0, 1.0])),
-    "list of indices": indexed([0, 1], ONES),
-    "sparse values": indexed(ids(0, 1), ONES.to_sparse_coo()),
-    "no values": indexed(ids(0, 1), None),
-    "integer values": indexed(ids(0, 1), ONES.long()),
-    "complex values": indexed(ids(0, 1), ONES * 1j),
-    "values elsewhere": indexed(ids(0, 1), ONES.to("meta")),
-    "crow that falls": compressed_of([0, 2, 1, 3, 3], [0, 1, 2], torch.ones(3)),
-    "crow that begins late": compressed_of([1, 1, 2, 2, 2], [0, 1], torch.ones(2)),
-    "crow that ends early": compressed_of([0, 0, 1, 1, 1], [0, 1], torch.ones(2)),
-    "ccol that falls": compressed_of([0, 2, 1, 3, 3, 3, 3], [0, 1, 2], torch.ones(3), CSC),
-    "crow too short": compressed_of([0, 1, 2], [0, 1], torch.ones(2)),
-    "crow too long": compressed_of([0] * 5 + [1, 2], [0, 1], torch.ones(2)),
-    "no crow": compressed_of([], [0], torch.ones(1)),
-    "crow of floats": compressed_of([0.0, 1, 1, 1, 1], [0], torch.ones(1)),
-    "crow of a batch": compressed_of([[0, 1, 1, 1, 1]], [[0]], torch.ones(1, 1)),
-    "fewer values than columns": compressed_of([0, 1, 2, 2, 2], [0, 1], torch.ones(1)),
-    "more values than columns": compressed_of([0, 1, 2, 2, 2], [0, 1], torch.ones(3)),
-    "column too large": compressed_of([0, 1, 2, 2, 2], [0, 6], torch.ones(2)),
-    "column negative": compressed_of([0, 1, 2, 2, 2], [0, -1], torch.ones(2)),
-    "row too large": compressed_of([0, 1, 2, 2, 2, 2, 2], [0, 4], torch.ones(2), CSC),
-    "column of blocks too large": compressed_of([0, 1, 2], [0, 2], torch.ones(2, 2, 3), BSR),
-    "row of blocks too large": compressed_of([0, 1, 2], [0, 2], torch.ones(2, 2, 3), BSC),
-    "blocks that do not divide the shape": compressed_of([0, 1], [0], torch.ones(1, 3, 4), BSR),
-    "blocks without elements": compressed_of([0, 0], [], torch.ones(0, 0, 0), BSR),
-    "values that are no blocks": compressed_of([0, 1, 1], [0], torch.ones(1), BSR),
-    "COO index out of its dim": lambda: torch.sparse_coo_tensor(
-        [[1, 0], [-1, 3]], torch.ones(2), (4, 6)
-    ),
-    "COO row out of its dim": lambda: torch.sparse_coo_tensor([[1, 4]], torch.ones(2, 6), (4, 6)),
-    "CSR of another shape": compressed_of([0, 1, 2], [0, 1], torch.ones(2), shape=(2, 6)),
-    "strided of another shape": lambda: torch.ones(6, 4),
-    "CSR of integers": compressed_of([0, 1, 1, 1, 1], [0], torch.ones(1, dtype=torch.int64)),
-    "MaskedTensor of another shape": lambda: masked_tensor(torch.ones(6, 4), torch.ones(6, 4) > 0),
-    "MaskedTensor of integers": lambda: masked_tensor(
-        torch.ones(4, 6).long(), torch.ones(4, 6) > 0
-    ),
-    "unknown layout": lambda: torch.ones(4, 6).to_mkldnn(),
-    "element_mask of another shape": indexed(ids(0, 1), ONES, element_mask=torch.ones(3, 6) > 0),
-    "COO index 2**62": lambda: torch.sparse_coo_tensor([[1, 2**62]], ONES, (4, 6)),
-    "COO second index 2**62": lambda: torch.sparse_coo_tensor(
-        [[1, 0], [0, 2**62]], torch.ones(2), (4, 6)
-    ),
-    "complex": lambda: torch.ones(4, 6, dtype=torch.complex64),
-    "COO on meta": lambda: WHOLE.to_sparse().to("meta"),
-    **{f"no tensor: {type(thing).__name__}": lambda t=thing: t for thing in NO_TENSORS},
-    **UNREADABLE,
-}
+def unreadable(param: Tensor) -> dict[str, Any]:
+    """Tensors of the right shape that nobody can read."""
+    whole = torch.ones(param.shape)
+    found = {
+        "quantized": torch.quantize_per_tensor(whole, 0.1, 0, torch.qint8),
+        "meta": whole.to("meta"),
+        "fake": fake(whole),
+        "wrapper": Unusable(whole),
+    }
+    if param.dim():
+        found["nested"] = torch.nested.nested_tensor([whole, whole])
+        found["mkldnn"] = whole.to_mkldnn()
+    return found
 
 
-def broken_parts() -> Iterator[tuple[str, IndexedGrad]]:
-    """Every field of an IndexedGrad replaced by every tensor or object that it cannot be."""
-    for kind, make in {**UNREADABLE, **NO_PARTS}.items():
-        yield f"values {kind}", IndexedGrad(torch.arange(4), make())
-        yield f"whole values {kind}", IndexedGrad(None, make())
-        yield f"indices {kind}", IndexedGrad(make(), torch.ones(1, 6))
+def broken(param: Tensor) -> dict[str, Any]:
+    """Gradients that must be refused for a parameter that is not empty."""
+    return {name: grad for some in BROKEN for name, grad in some(param).items()}
+
+
+def _of_any_layout(param: Tensor) -> dict[str, Any]:
+    shape, dtype = param.shape, param.dtype
+    whole = torch.ones(shape, dtype=dtype)
+    longer = torch.ones(shape[0] + 1, *shape[1:]) if shape else torch.ones(2)
+    other = torch.float32 if dtype.is_complex else torch.complex64
+    found = {
+        **{f"no tensor: {type(thing).__name__}": thing for thing in NO_TENSORS},
+        "strided of another shape": longer.to(dtype),
+        "strided with one more dim": whole.unsqueeze(-1),
+        "COO of another shape": longer.to(dtype).to_sparse_coo(),
+        "of other numbers": whole.to(other),
+        "COO of other numbers": whole.to(other).to_sparse_coo(),
+        "integers": whole.real.long() if dtype.is_complex else whole.long(),
+        "bools": whole == 1,
+        "COO on meta": whole.to_sparse().to("meta"),
+        **unreadable(param),
+    }
+    if shape and dtype in (torch.float32, torch.float64):
+        found["MaskedTensor of another shape"] = masked_tensor(longer.to(dtype), longer > 0)
+        found["MaskedTensor of integers"] = masked_tensor(whole.long(), whole > 0)
+    return found
+
+
+def _coo(param: Tensor) -> dict[str, Any]:
+    """An index outside, in any of its dims."""
+    found: dict[str, Any] = {}
+    shape = tuple(param.shape)
+    for dims in range(1, len(shape) + 1):
+        values = torch.ones(2, *shape[dims:], dtype=param.dtype)
+        for dim in range(dims):
+            for bad in (-1, shape[dim], 2**31, 2**62, -(2**63), 2**63 - 1):
+                indices = torch.zeros(dims, 2, dtype=torch.int64)
+                indices[dim, 1] = bad
+                name = f"COO index {dim} of {dims} is {'its size' if bad == shape[dim] else bad}"
+                found[name] = torch.sparse_coo_tensor(indices, values, shape)
+    return found
+
+
+def _compressed(param: Tensor) -> dict[str, Any]:
+    """From one entry in the first column of every row; blocks have one element."""
+    found: dict[str, Any] = {}
+    if not can_be_compressed(param, param.dtype):
+        return found
+    *batch, rows, columns = param.shape
+    for layout in COMPRESSED:
+        groups, size = (rows, columns) if layout in BY_ROW else (columns, rows)
+        is_blocked = layout in BLOCKED
+        name = str(layout).removeprefix("torch.sparse_").upper()
+
+        def made(
+            starts: Tensor,
+            others: Tensor,
+            count: int = groups,
+            block: tuple[int, ...] = (1, 1) if is_blocked else (),
+            dtype: torch.dtype = param.dtype,
+            layout: torch.layout = layout,
+            shape: Any = param.shape,
+        ) -> Tensor:
+            return torch.sparse_compressed_tensor(
+                starts.expand(*batch, -1),
+                others.expand(*batch, -1),
+                torch.ones(*batch, count, *block, dtype=dtype),
+                shape,
+                layout=layout,
+                check_invariants=False,
+            )
+
+        starts, others = torch.arange(groups + 1), torch.zeros(groups, dtype=torch.int64)
+        for text, place, bad in (
+            ("begin late", 0, 1),
+            ("begin early", 0, -1),
+            ("end early", -1, groups - 1),
+            ("end late", -1, groups + 7),
+        ):
+            moved = starts.clone()
+            moved[place] = bad
+            found[f"{name} starts that {text}"] = made(moved, others)
+        if groups > 1:
+            found[f"{name} starts that fall"] = made(
+                starts[[0, 2, 1, *range(3, groups + 1)]], others
+            )
+        for bad, text in ((size, "too large"), (-1, "negative"), (2**31 - 1, "2**31 - 1")):
+            outside = others.clone()
+            outside[-1] = bad
+            found[f"{name} index {text}"] = made(starts, outside)
+        found[f"{name} with too few starts"] = made(starts[:-1], others)
+        found[f"{name} with too many starts"] = made(torch.cat([starts, starts[-1:]]), others)
+        found[f"{name} without starts"] = made(starts[:0], others)
+        found[f"{name} with starts of floats"] = made(starts.float(), others)
+        found[f"{name} with fewer values"] = made(starts, others, groups - 1)
+        found[f"{name} with more values"] = made(starts, others, groups + 1)
+        found[f"{name} of integers"] = made(starts, others, dtype=torch.int64)
+        smaller = (*batch, rows + 1, columns + 1)
+        found[f"{name} of another shape"] = made(starts, others, shape=smaller)
+        if is_blocked:
+            found[f"{name} without blocks"] = made(starts, others, block=())
+            uneven = made(starts, others, block=(rows + 1, columns + 1))
+            found[f"{name} with blocks that do not fit"] = uneven
+            found[f"{name} with empty blocks"] = made(starts, others, block=(0, 0))
+    return found
+
+
+def _indexed(param: Tensor) -> dict[str, Any]:
+    rows = param.shape[0] if param.dim() else 1
+    width, numel, dtype = math.prod(param.shape[1:]), param.numel(), param.dtype
+    two, whole = torch.ones(2, width, dtype=dtype), torch.ones(param.shape, dtype=dtype)
+    other = torch.float32 if dtype.is_complex else torch.complex64
+    at, last = ids(0, 0), ids(0, rows)
+    found = {
+        **{f"index {bad}": IndexedGrad(ids(0, bad), two) for bad in (-1, 2**31, 2**62, -(2**63))},
+        "index too large": IndexedGrad(last, two),
+        "index 2**62 of slots that are cut": IndexedGrad(
+            ids(0, 2**62), torch.ones(2, numel, dtype=dtype), 1, numel
+        ),
+        "index of an element": IndexedGrad(ids(0, numel), torch.ones(2, dtype=dtype), numel, 1),
+        "value_index too large": IndexedGrad(at, two, rows, width, ids(0, 2)),
+        "value_index negative": IndexedGrad(at, two, rows, width, ids(-1, 0)),
+        "value_index too short": IndexedGrad(at, two, rows, width, ids(0)),
+        "value_index without indices": IndexedGrad(None, whole, value_index=ids(0)),
+        "float value_index": IndexedGrad(at, two, rows, width, torch.zeros(2)),
+        "scale too short": IndexedGrad(at, two, scale=torch.ones(1)),
+        "scale of integers": IndexedGrad(at, two, scale=ids(1, 1)),
+        "scale without indices": IndexedGrad(None, whole, scale=torch.ones(rows)),
+        "scale that is no tensor": IndexedGrad(at, two, scale=2.0),
+        "more indices than values": IndexedGrad(ids(0, 0, 0), two),
+        "fewer indices than values": IndexedGrad(ids(0), two),
+        "values of more than a row": IndexedGrad(at, torch.ones(2, width + 1, dtype=dtype)),
+        "dense values of another shape": IndexedGrad(None, torch.ones(rows + 1, width)),
+        "num_slots x slot_size": IndexedGrad(at, two, rows + 1, width),
+        "num_slots without slot_size": IndexedGrad(at, two, rows),
+        "negative num_slots": IndexedGrad(at, two, -rows, -width),
+        "num_slots that are no integer": IndexedGrad(ids(0), two, float(rows), width),
+        "slot_size 2**62": IndexedGrad(at, two, rows, 2**62),
+        "float indices": IndexedGrad(torch.zeros(2), two),
+        "bool indices": IndexedGrad(torch.tensor([True, False]), two),
+        "integer values": IndexedGrad(at, torch.ones(2, width, dtype=torch.int64)),
+        "values of other numbers": IndexedGrad(at, two.to(other)),
+        "values elsewhere": IndexedGrad(at, two.to("meta")),
+        "element_mask of another shape": IndexedGrad(
+            at, two, element_mask=torch.ones(3, width) > 0
+        ),
+    }
+    if width > 1:
+        half = torch.ones(width + 1, dtype=dtype)
+        found["values of no row with a value_index"] = IndexedGrad(at, half, rows, width, ids(0, 0))
+    return found
+
+
+def _fields(param: Tensor) -> dict[str, Any]:
+    """Every field of an IndexedGrad is replaced by every tensor or object that it cannot be."""
+    whole = torch.ones(param.shape, dtype=param.dtype)
+    row = torch.ones(1, math.prod(param.shape[1:]), dtype=param.dtype)
+    found: dict[str, Any] = {}
+    no_parts = {
+        **unreadable(param),
+        "zeros without memory": torch._efficientzerotensor(tuple(param.shape)),
+        "coo": whole.to_sparse(),
+        "indexed": IndexedGrad(None, whole),
+        "number": 2.5,
+        "string": "x",
+        "list": [1.0],
+    }
+    for kind, thing in no_parts.items():
+        found[f"values {kind}"] = IndexedGrad(
+            torch.arange(param.shape[0] if param.dim() else 1), thing
+        )
+        found[f"whole values {kind}"] = IndexedGrad(None, thing)
+        found[f"indices {kind}"] = IndexedGrad(thing, row)
         for field in ("value_index", "scale", "element_mask"):
-            yield f"{field} {kind}", IndexedGrad(ids(1), torch.ones(1, 6), **{field: make()})
+            found[f"{field} {kind}"] = IndexedGrad(ids(0), row, **{field: thing})
+    return found
+
+
+BROKEN: dict[Callable[[Tensor], dict[str, Any]], int] = {
+    _of_any_layout: 6,
+    _coo: 4,
+    _compressed: 4,
+    _indexed: 8,
+    _fields: 2,
+}
+
+
+def odd(param: Tensor) -> dict[str, Any]:
+    """Rare gradients, which may be used or refused."""
+    rows, dtype = param.shape[0] if param.dim() else 1, param.dtype
+    values = torch.ones(param.shape, dtype=dtype)
+    by_row = values.reshape(rows, -1) if param.numel() else values
+    every = torch.arange(rows)
+    found = {
+        "zeros without memory": torch._efficientzerotensor(tuple(param.shape), dtype=dtype),
+        "a wrapper": Wrapper(values),
+        "the parameter itself": param.detach(),
+        "one that requires a gradient": values.clone().requires_grad_(),
+        "a column of factors": IndexedGrad(every, by_row, scale=torch.ones(rows, 1)),
+        "a mask of all": IndexedGrad(every, by_row, element_mask=by_row == 1),
+        "one slot": IndexedGrad(ids(0), by_row[:1], True, by_row.numel()),
+        "one entry of another dtype": IndexedGrad(None, values.to(torch.float64)),
+    }
+    fits = dtype == torch.float64 and param.dim() and param.is_contiguous() and param.numel()
+    if fits:  # the step itself would write over them while it reads them
+        inside = param.detach().view(-1).view(torch.int64)[:rows]
+        found["indices in the parameter's memory"] = IndexedGrad(inside, by_row)
+    return found
+
+
+def any_garbage(chance: Source, param: Tensor) -> tuple[Any, str, bool]:
+    """A gradient, what it is, and whether it must be refused."""
+    must = bool(param.numel()) and not chance.one_in(6)
+    found: dict[str, Any] = {}
+    while not found:  # a parameter may be of no use for some
+        found = chance.weighted(BROKEN)(param) if must else odd(param)
+    name, grad = chance.pick(list(found.items()))
+    return grad, name, must
+
+
+def index_outside(chance: Source, param: Tensor) -> tuple[Tensor, str]:
+    """A COO gradient that torch allows as ``.grad``."""
+    if not param.dim() or not param.numel():
+        raise NotApplicableError
+    name, grad = chance.pick(list(_coo(param).items()))
+    return grad, name
+
+
+def bad_state(good: Tensor) -> dict[str, Any]:
+    return {
+        "state of another shape": torch.zeros(*good.shape, 2),
+        "state of integers": good.long(),
+        "complex state": good.to(torch.complex64),
+        "state on meta": good.to("meta"),
+        "state with shared memory": torch.zeros(()).expand(good.shape),
+        "sparse state": good.to_sparse_coo(),
+        "state that is a number": 0.0,
+        "state that is a string": "x",
+        "fake state": fake(good),
+        "state without memory": Unusable(good),
+        "state in a wrapper": Wrapper(good),
+    }

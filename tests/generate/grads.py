@@ -17,6 +17,7 @@ from tests.generate.source import Source
 from tests.table import same_bits
 
 BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -324,23 +325,14 @@ def compressed(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     dense_dims = len(shape) - 2 if len(shape) > 2 and chance.one_in(2) else 0
     batch_dims = len(shape) - 2 - dense_dims
     rows, columns = shape[batch_dims : batch_dims + 2]
-    blocked = layout in (torch.sparse_bsr, torch.sparse_bsc)
-    high, width = _block(chance, rows, columns) if blocked else (1, 1)
+    high, width = (1, 1)
+    if layout in BLOCKED:
+        high, width = chance.pick(_divisors(rows)), chance.pick(_divisors(columns))
     grid = chance.flags((rows // high, columns // width), chance.pick([0.0, 0.2, 0.5, 1.0]))
     values = chance.numbers(shape, dtype)
-    by_row = layout in BY_ROW
-    grouped, others = (grid if by_row else grid.t()).nonzero(as_tuple=True)
-    starts = torch.zeros(grid.shape[0 if by_row else 1] + 1, dtype=torch.int64)
-    starts[1:] = grid.sum(1 if by_row else 0).cumsum(0)
-    down, along = (grouped, others) if by_row else (others, grouped)
-    batch = shape[:batch_dims]
-    entries = (
-        values.reshape(-1, rows // high, high, columns // width, width, *shape[batch_dims + 2 :])
-        .transpose(2, 3)[:, down, along]
-        .reshape(*batch, len(others), high, width, *shape[batch_dims + 2 :])
-    )
-    if not blocked:
-        entries = entries.squeeze(batch_dims + 2).squeeze(batch_dims + 1)
+    batch, matrices = shape[:batch_dims], values.reshape(-1, *shape[batch_dims:])
+    starts, others, entries = compress(matrices, grid, layout, (high, width))
+    entries = entries.reshape(*batch, *entries.shape[1:])
     integers = chance.pick([torch.int64, torch.int64, torch.int32])
     entries, disguise = disguised(chance, entries, "")
     grad = torch.sparse_compressed_tensor(
@@ -358,8 +350,22 @@ def compressed(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
     return Drawn(grad, torch.where(held, values, 0).to(wide(dtype)), held, text)
 
 
-def _block(chance: Source, rows: int, columns: int) -> tuple[int, int]:
-    return chance.pick(_divisors(rows)), chance.pick(_divisors(columns))
+def compress(
+    values: Tensor, grid: Tensor, layout: torch.layout, block: tuple[int, int] = (1, 1)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both kinds of indices and the entries of a batch of matrices, of which ``grid`` has blocks.
+
+    Entries are ``[batch, entries, *dense]``, or have blocks between.
+    """
+    (down, across), (high, wide) = grid.shape, block
+    by_row = layout in BY_ROW
+    grouped, others = (grid if by_row else grid.t()).nonzero(as_tuple=True)
+    starts = torch.zeros((down if by_row else across) + 1, dtype=torch.int64)
+    starts[1:] = grid.sum(1 if by_row else 0).cumsum(0)
+    place = (grouped, others) if by_row else (others, grouped)
+    blocks = values.reshape(len(values), down, high, across, wide, *values.shape[3:])
+    entries = blocks.transpose(2, 3)[:, place[0], place[1]]
+    return starts, others, entries if layout in BLOCKED else entries[:, :, 0, 0]
 
 
 # Which kinds apply to a parameter

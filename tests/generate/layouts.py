@@ -11,9 +11,7 @@ from torch.masked import masked_tensor
 
 from sparsestep import IndexedGrad
 from sparsestep.grads.layouts import Gradient as AnyGradient
-from tests.generate.grads import BY_ROW, Drawn
-
-BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
+from tests.generate.grads import BLOCKED, Drawn, compress
 
 
 @dataclass
@@ -115,8 +113,9 @@ class Entries:
         indices: torch.dtype = torch.int64,
         strides: bool = False,
     ) -> Tensor:
-        starts, others, values = compress(self.values, self.held, layout, block)
-        values = values.to(dtype)
+        grid = self.held[:: block[0], :: block[1]]
+        starts, others, values = compress(self.values[None], grid, layout, block)
+        values = values[0].to(dtype)
         if strides:
             values = values.repeat_interleave(2, 0)[::2]
         return torch.sparse_compressed_tensor(
@@ -155,7 +154,7 @@ class Entries:
                 coalesced(rows[None], self.held[rows], shape),
             ),
         )
-        starts, columns, _ = compress(data, more, torch.sparse_csr)
+        starts, columns, _ = compress(data[None], more, torch.sparse_csr)
         yield (
             "masked csr",
             masked_tensor(
@@ -193,19 +192,3 @@ Stored = tuple[AnyGradient, Tensor | None]  # with the mask that goes with it
 
 def coalesced(indices: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)
-
-
-def compress(
-    values: Tensor, held: Tensor, layout: torch.layout, block: tuple[int, int] = (1, 1)
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The two kinds of indices and the values: ``[entries, *dense]``, or with blocks between."""
-    (rows, columns), (high, wide), dense = held.shape, block, values.shape[2:]
-    grid = held.reshape(rows // high, high, columns // wide, wide)[:, 0, :, 0]
-    by_row = layout in BY_ROW
-    grouped, others = (grid if by_row else grid.t()).nonzero(as_tuple=True)
-    starts = torch.zeros(grid.shape[0 if by_row else 1] + 1, dtype=torch.int64)
-    starts[1:] = grid.sum(1 if by_row else 0).cumsum(0)
-    down, along = (grouped, others) if by_row else (others, grouped)
-    blocks = values.reshape(rows // high, high, columns // wide, wide, *dense).transpose(1, 2)
-    found = blocks[down, along]
-    return starts, others, found if layout in BLOCKED else found[:, 0, 0]

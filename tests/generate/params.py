@@ -6,6 +6,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -88,13 +89,14 @@ def _in_the_middle(values: Tensor) -> Tensor:
     return room[1 : 1 + values.numel()].view(values.shape)
 
 
-_folder: list[tempfile.TemporaryDirectory[str]] = []  # once there is one, as long as the process
+@cache
+def folder_of_tables() -> tempfile.TemporaryDirectory[str]:
+    """It stays as long as the process that asks for it first."""
+    return tempfile.TemporaryDirectory()
 
 
 def _in_a_file(values: Tensor, optimizer: Callable[[Any], RuleOptimizer]) -> Tensor:
-    if not _folder:
-        _folder.append(tempfile.TemporaryDirectory())
-    path = os.path.join(_folder[0].name, "table")
+    path = os.path.join(folder_of_tables().name, f"table-{os.getpid()}")
     if os.path.exists(path):
         os.unlink(path)  # open files keep it
     table = storage.mapped(path, values.shape, values.dtype, optimizer=optimizer)

@@ -147,19 +147,6 @@ def _as(part: IndexedGrad, dtype: torch.dtype) -> IndexedGrad:
     return part._replace(values=part.values.to(dtype), scale=scale)
 
 
-@given(part=parts(), elements=st.integers(1, 60))
-def test_sums_in_chunks(part: IndexedGrad, elements: int):
-    found = torch.zeros(part.num_slots, part.slot_size, dtype=torch.float64)
-    last = -1
-    for slots, total in iter_sums(part, elements):
-        assert total.numel() <= max(elements, part.slot_size)
-        assert int(slots[0]) > last
-        assert slots.tolist() == sorted(set(slots.tolist()))
-        last = int(slots[-1])
-        found[slots] = total
-    assert torch.allclose(found.view(SHAPE), dense([part]))
-
-
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf"), -float("inf"), 0.0])
 @pytest.mark.parametrize("whole", [False, True])
 def test_clipping_in_chunks(monkeypatch: Any, norm_type: float, whole: bool):
@@ -180,14 +167,6 @@ def test_clipping_in_chunks(monkeypatch: Any, norm_type: float, whole: bool):
         sparsestep.clip_grad_value_([weight], 0.1)
     assert torch.allclose(weights[0].grad.to_dense(), weights[1].grad.to_dense())
     assert weights[0].grad.is_coalesced()
-
-
-def test_clipping_of_nothing():
-    weight = nn.Parameter(torch.zeros(SHAPE))
-    weight.grad = CompactGrad.of([], SHAPE, weight.detach())
-    assert float(sparsestep.clip_grad_norm_([weight], 1.0)) == 0.0
-    sparsestep.clip_grad_value_([weight], 1.0)
-    assert weight.grad._nnz() == 0
 
 
 # As a tensor
@@ -374,30 +353,6 @@ def test_autograd_grad_and_assignment():
     looked_up(weight).backward()
     assert type(weight.grad) is Tensor
     weight.grad = None
-
-
-def test_a_gradient_that_does_not_fit_its_parameter():
-    grad = example()
-    for param, message in (
-        (torch.zeros(5, 4), "must have the parameter's shape, (5, 4). Got (6, 4)."),
-        (
-            torch.zeros(6, 4, dtype=torch.complex64),
-            "must have a compatible dtype. Got torch.float32.",
-        ),
-        (torch.zeros(6, 4, device="meta"), "must be on the parameter's device, meta. Got cpu."),
-    ):
-        with pytest.raises(sparsestep.InputError) as error:
-            sparsestep.functional.sgd_(param, grad, lr=0.1)
-        assert message in str(error.value)
-
-
-def test_gradients_by_hand():
-    weight = torch.zeros(6, 4)
-    sparsestep.functional.sgd_(weight, example(), lr=0.5)
-    assert same(weight, -0.5 * example().to_dense())
-    optimizer = sparsestep.FunctionalSGD([weight], lr=0.5)
-    optimizer.step([example()])
-    assert same(weight, -example().to_dense())
 
 
 # A table that is looked up several times: the core reads the parts where they are

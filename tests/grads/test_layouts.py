@@ -60,6 +60,15 @@ def test_a_parameter_without_elements(variant: Variant, engine: str, shape: tupl
             assert run.tensors[0].shape == shape
 
 
+def test_batches_of_compressed_matrices():
+    dense = torch.zeros(3, 2, 4)
+    dense[[0, 1, 1, 2, 0, 2], [1, 0, 1, 1, 0, 1], [2, 0, 3, 1, 1, 3]] = torch.arange(1.0, 7.0)
+    for grad in (dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse_bsc((2, 1))):
+        param = torch.zeros(dense.shape)
+        functional.sgd_(param, grad, lr=1.0)
+        assert torch.equal(param, -dense), grad.layout
+
+
 @each_engine
 def test_of_a_row_only_what_is_held_moves_and_all_of_it_counts(engine: str):
     """The mean is over the whole row; what is not held adds nothing to it."""

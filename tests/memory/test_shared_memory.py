@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep.errors import InputError
 from tests.table import EVERY, same_bits
 
 
@@ -22,7 +21,7 @@ def step(opt: torch.optim.Optimizer, param: torch.Tensor, *rows: int) -> None:
 def test_every_optimizer_shares_its_state(steps: int):
     for variant in EVERY:
         if variant.options.get("dampening"):
-            continue  # refused, see below
+            continue  # refused
         params = table(), table()
         shared, other = (variant([param], lr=0.1) for param in params)
         for opt, param in zip((shared, other), params, strict=True):
@@ -51,12 +50,3 @@ def test_large_state_is_shared_with_another_process():
     assert float(kept["step"]) == 1
     assert kept["exp_avg"][7].ne(0).all()
     assert kept["exp_avg"].count_nonzero() == 4
-
-
-def test_state_that_cannot_be_shared_is_refused():
-    with pytest.raises(
-        InputError, match=r"^SGD: share_memory: with dampening.* Call step\(\) first"
-    ):
-        sparsestep.SGD([table()], momentum=0.9, dampening=0.5).share_memory()
-    with pytest.raises(InputError, match="share_memory needs semantics='masked'"):
-        sparsestep.Adam([table()], semantics="dense").share_memory()

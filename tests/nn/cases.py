@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ OPTIMIZERS: dict[str, Any] = {
     "Adagrad": lambda params: sparsestep.Adagrad(params, lr=0.1),
     "RowwiseAdagrad": lambda params: sparsestep.RowwiseAdagrad(params, lr=0.1),
 }
-each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 @dataclass
@@ -122,14 +120,14 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 
 def same_run(ours: Any, theirs: Any) -> bool:
     """Two optimizers with equal parameters and state."""
-    pairs = zip(ours.param_groups, theirs.param_groups, strict=True)
-    for p, q in ((p, q) for a, b in pairs for p, q in zip(a["params"], b["params"], strict=True)):
-        mine, other = ours.state[p], theirs.state[q]
-        if not same(p, q) or mine.keys() != other.keys():
-            return False
-        for name, tensor in mine.items():
-            if not (
-                same(tensor, other[name]) if torch.is_tensor(tensor) else tensor == other[name]
-            ):
-                return False
-    return True
+    found = []
+    for optimizer in (ours, theirs):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        state = [{"param": param, **optimizer.state[param]} for param in params]
+        found.append(
+            [(name, torch.as_tensor(value)) for each in state for name, value in each.items()]
+        )
+    return len(found[0]) == len(found[1]) and all(
+        name == other and same(mine, value)
+        for (name, mine), (other, value) in zip(*found, strict=True)
+    )

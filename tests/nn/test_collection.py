@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.nn import EmbeddingBag, EmbeddingBagCollection
-from tests.nn.cases import OPTIMIZERS, Call, bag_calls, plain, same, same_run
+from tests.nn.cases import Call, bag_calls, plain, same, same_run
 
 
 @pytest.fixture(autouse=True)
@@ -127,18 +127,49 @@ def test_a_table_whose_weight_is_computed():
     assert plain(collection.tables[1].weight.grad)._nnz() == 1
 
 
+IDS = torch.tensor([[1, 2]])
+WRONG: list[tuple[Any, ...]] = [
+    (torch.tensor([[4, 8], [0, 9]]),),
+    ([IDS, torch.tensor([1, -1])], [None, torch.tensor([0])]),
+    ([IDS],),
+    (IDS, [IDS, IDS]),
+    ({"a": IDS},),
+    ({"a": IDS, "b": IDS}, {"c": IDS}),
+    ({"a": IDS, "b": None},),
+    (5,),
+]
+
+
+def test_what_is_refused_changes_nothing():
+    collection = EmbeddingBagCollection({"a": (5, 2), "b": (9, 2)}, max_norm=0.1)
+    before = [param.detach().clone() for param in collection.parameters()]
+    for arguments in WRONG:
+        with pytest.raises(sparsestep.InputError, match=r"'b'|EmbeddingBagCollection: "):
+            collection(*arguments)
+        for param, old in zip(collection.parameters(), before, strict=True):
+            assert same(param, old)  # though max_norm would have written to the first table
+
+
+def test_names_and_tables_that_are_refused():
+    names: list[Any] = ["a.b", "", "values", 3]
+    given: list[Any] = [(5,), 5, nn.Linear(2, 2), nn.Embedding(5, 2), None]
+    for tables in (*({name: (5, 2)} for name in names), *([(5, 2), table] for table in given)):
+        with pytest.raises(sparsestep.InputError):
+            EmbeddingBagCollection(tables)
+
+
 def test_the_state_dict_and_the_options():
     given = nn.EmbeddingBag(5, 2, mode="max", padding_idx=1)
-    collection = EmbeddingBagCollection([(7, 3), given], mode="sum", dtype=torch.float64)
+    options = {"mode": "sum", "include_last_offset": True, "dtype": torch.float64}
+    collection = EmbeddingBagCollection([(7, 3), given], padding_idx=2, **options)
     assert list(collection.state_dict()) == ["tables.0.weight", "tables.1.weight"]
     first, second = collection.tables
     assert (first.mode, first.weight.dtype, first.name) == ("sum", torch.float64, "0")
+    assert (first.padding_idx, first.include_last_offset) == (2, True)
     assert second is given
     assert (second.mode, second.padding_idx, type(second)) == ("max", 1, EmbeddingBag)
     named = EmbeddingBagCollection({"a": (7, 3), "b": (5, 2)}, dtype=torch.float64)
     assert list(named.state_dict()) == ["tables.a.weight", "tables.b.weight"]
-    nn.ModuleList([nn.EmbeddingBag(7, 3)]).load_state_dict({"0.weight": first.weight})
-    EmbeddingBagCollection([(7, 3)]).load_state_dict({"tables.0.weight": first.weight})
 
 
 class Clicks(nn.Module):
@@ -181,107 +212,3 @@ def test_tracked_rows_are_current_when_they_are_read():
         saved = model.features.state_dict()
         losses[-1] += [float(tensor.sum()) for tensor in saved.values()]
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_several_optimizers_and_loops(name: str):
-    """Accumulation and clipping, as with separate tables."""
-    runs = []
-    for together in (True, False):
-        model = Clicks()
-        optimizer = OPTIMIZERS[name](model.parameters())
-        if optimizer.semantics == "dense":
-            optimizer.track(model)
-        for step in range(4):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-            for part in range(2):
-                model(2 * step + part, alone=not together).backward()
-            sparsestep.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        runs.append(optimizer)
-    assert same_run(*runs)
-
-
-IDS = torch.tensor([[1, 2]])
-WRONG = {
-    "a bad id": (
-        [(5, 2), (9, 2)],
-        (torch.tensor([[4, 8], [0, 9]]),),
-        "'1' (9 x 2): ids must be in [0, 9). Got 9 at position (1, 0).",
-    ),
-    "a bad id in a list": (
-        [(5, 2), (9, 2)],
-        ([IDS, torch.tensor([1, -1])], [None, torch.tensor([0])]),
-        "'1' (9 x 2): ids must be in [0, 9). Got -1 at position 1.",
-    ),
-    "too few tables": (
-        [(5, 2), (9, 2)],
-        ([IDS],),
-        "inputs must be a list with one for each of 2 tables. Got 1 of them.",
-    ),
-    "too few columns": (
-        [(5, 2)],
-        (IDS,),
-        "inputs in one tensor must be [batch, 1] or [batch, 1, k]. Got (1, 2).",
-    ),
-    "offsets for one tensor": (
-        [(5, 2), (9, 2)],
-        (IDS, [IDS, IDS]),
-        "offsets must be None. Got offsets.",
-    ),
-    "a missing name": (
-        {"a": (5, 2), "b": (9, 2)},
-        ({"a": IDS},),
-        "inputs must have the tables' names as keys. Got no 'b'.",
-    ),
-    "an unknown name": (
-        {"a": (5, 2)},
-        ({"a": IDS}, {"c": IDS}),
-        "offsets must have the tables' names as keys. Got 'c'.",
-    ),
-    "no ids": (
-        {"a": (5, 2)},
-        ({"a": None},),
-        "EmbeddingBag 'a' (5 x 2): ids must be an int64 or int32 tensor. Got None.",
-    ),
-    "something else": (
-        [(5, 2)],
-        (5,),
-        "inputs must be a list with one for each of 1 tables. Got int.",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_refused(case: str):
-    tables, arguments, message = WRONG[case]
-    collection = EmbeddingBagCollection(tables, max_norm=0.1)
-    before = [param.detach().clone() for param in collection.parameters()]
-    with pytest.raises(sparsestep.InputError) as error:
-        collection(*arguments)
-    assert message in str(error.value)
-    for param, old in zip(collection.parameters(), before, strict=True):
-        assert same(param, old)  # though max_norm would have written to the first table
-
-
-@pytest.mark.parametrize("name", ["a.b", "", "values", 3])
-def test_names_that_are_refused(name: Any):
-    with pytest.raises(sparsestep.InputError, match="a table's name must be"):
-        EmbeddingBagCollection({name: (5, 2)})
-
-
-@pytest.mark.parametrize("table", [(5,), 5, nn.Linear(2, 2), nn.Embedding(5, 2), None])
-def test_tables_that_are_refused(table: Any):
-    with pytest.raises(sparsestep.InputError, match="table 1 must be"):
-        EmbeddingBagCollection([(5, 2), table])
-
-
-def test_options_of_tables_that_are_made():
-    model = EmbeddingBagCollection(
-        [(5, 2), (7, 3)], mode="sum", padding_idx=1, include_last_offset=True, dtype=torch.float64
-    )
-    for table in model.tables:
-        assert (table.mode, table.padding_idx, table.include_last_offset) == ("sum", 1, True)
-        assert table.weight.dtype is torch.float64
-    with pytest.raises(TypeError, match="unexpected keyword argument 'paddin_idx'"):
-        EmbeddingBagCollection([(5, 2)], paddin_idx=1)  # type: ignore[call-arg]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep._native import instruction_set, instruction_sets, use_instruction_set
 from sparsestep.grads.compact import CompactGrad
-from sparsestep.nn.functional import embedding_dot
+from sparsestep.nn.functional import embedding_dot, embedding_l2
 
 IDS = {
     "one each": torch.randint(30, (9,)),
@@ -43,9 +43,9 @@ def expected(left: Any, left_ids: Tensor, right: Any, ids: Tensor, factors: Any 
     )
 
 
-def close(one: Tensor, other: Tensor) -> None:
+def close(one: Tensor, other: Tensor, rtol: float = 1e-12) -> None:
     one = one.to_dense() if one.is_sparse else one
-    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(one, other, rtol=rtol, atol=1e-12)
 
 
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
@@ -163,3 +163,85 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(sparsestep.InputError, match=match):
             call()
     assert left.weight.grad is None
+
+
+# Penalties
+
+L2_IDS = {**IDS, "scalar": torch.tensor(7), "3-D": torch.randint(30, (2, 3, 4))}
+MODULES = [sparsestep.nn.Embedding, nn.Embedding, sparsestep.nn.EmbeddingBag, nn.EmbeddingBag]
+
+
+@pytest.mark.parametrize("ids", L2_IDS.values(), ids=L2_IDS)
+@pytest.mark.parametrize("padding_idx", [None, 7])
+@pytest.mark.parametrize("module", MODULES)
+def test_an_l2_penalty_counts_each_row_once(module: Any, padding_idx: int | None, ids: Tensor):
+    """With weights, each id as often as its weight says; padding never."""
+    table = module(30, 5, padding_idx=padding_idx, dtype=torch.float64)
+    nn.init.normal_(table.weight)
+    for weights in (None, torch.rand(ids.shape, dtype=torch.float64, requires_grad=True)):
+        copy = table.weight.detach().clone().requires_grad_()
+        counted = [0.0] * 30
+        for number, row in enumerate(ids.flatten().tolist()):
+            if weights is None:
+                counted[row] = 1.0
+            elif row != padding_idx:
+                counted[row] = counted[row] + weights.flatten()[number]
+        if padding_idx is not None:
+            counted[padding_idx] = 0.0
+        wanted = sum(n * row.square().sum() for n, row in zip(counted, copy, strict=True))
+        penalty = embedding_l2(table, ids, weights=weights)
+        assert penalty.shape == ()
+        close(penalty, wanted)
+        inputs = [] if weights is None else [weights]
+        grad, *others = torch.autograd.grad(3 * penalty, [table.weight, *inputs])
+        wanted_grad, *wanted_others = torch.autograd.grad(
+            3 * wanted, [copy, *inputs], materialize_grads=True
+        )
+        assert isinstance(grad, CompactGrad)
+        assert grad.coalesce().indices().tolist() == [[n for n in range(30) if counted[n]]]
+        close(grad, wanted_grad)
+        for one, other in zip(others, wanted_others, strict=True):
+            close(one, other)
+
+
+def test_an_l2_penalty_on_a_weight_or_a_complex_table():
+    ids, table = torch.tensor([2, 2, 5]), tables()[0]
+    close(embedding_l2(table.weight, ids), embedding_l2(table, ids))
+    weight = torch.randn(9, 4, dtype=torch.complex128, requires_grad=True)
+    penalty = embedding_l2(weight, ids)
+    penalty.backward()
+    close(penalty, weight.detach()[[2, 5]].abs().square().sum())
+    assert weight.grad is not None
+    close(weight.grad.to_dense()[[2, 5]], 2 * weight.detach()[[2, 5]])
+
+
+def test_a_penalty_adds_to_the_gradient_of_the_lookup():
+    ids, table = torch.tensor([[2, 2, 5], [7, 2, 1]]), tables()[0]
+    copy = plain(table)
+    (table(ids).cos().sum() + 0.5 * embedding_l2(table, ids)).backward()
+    rows = copy.weight[[1, 2, 5, 7]].square().sum()
+    (copy(ids).cos().sum() + 0.5 * rows).backward()
+    assert isinstance(table.weight.grad, CompactGrad)
+    assert copy.weight.grad is not None
+    close(table.weight.grad, copy.weight.grad)
+
+
+def test_a_penalty_rescales_rows_as_a_lookup_does():
+    table = sparsestep.nn.Embedding(30, 4, max_norm=0.5)
+    close(embedding_l2(table, torch.tensor([3, 3, 8])), torch.tensor(0.5), 1e-5)
+    norms = table.weight.norm(dim=1)
+    assert [n for n in range(30) if norms[n] <= 0.5] == [3, 8]
+
+
+def test_a_penalty_brings_deferred_rows_up_to_date():
+    for guard in (False, True):
+        table = sparsestep.nn.Embedding(30, 4)
+        optimizer = sparsestep.SGD(table.parameters(), lr=1.0, momentum=0.5, semantics="dense")
+        optimizer.track(table, guard=guard)
+        for ids in (torch.tensor([3, 4]), torch.tensor([4])):
+            optimizer.zero_grad()
+            table(ids).sum().backward()
+            optimizer.step()
+        penalty = embedding_l2(table, torch.tensor([3]))
+        optimizer.catch_up()
+        close(penalty, table.weight.detach()[3].square().sum(), 1e-6)

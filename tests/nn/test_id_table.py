@@ -11,26 +11,27 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sparsestep.nn.vocabulary.id_table import IdTable, Options, splitmix64
+from sparsestep.nn.vocabulary.id_table import IdTable, Options
+
+
+def splitmix64(number: int) -> int:
+    """The finalizer of splitmix64, which decides which of several shared rows an id has."""
+    bits = number & (1 << 64) - 1
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & (1 << 64) - 1
+    return bits ^ (bits >> 31)
 
 
 class Model:
-    """A vocabulary.
-
-    Attributes:
-        row_of: the row of each id that has one.
-        count: how often the id of a row was seen.
-        seen: when it was last.
-        candidates: how often ids without a row were seen; the one seen last at the end.
-    """
+    """A vocabulary."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.row_of: dict[int, int] = {}
         self.id_of: dict[int, int] = {}
-        self.count: dict[int, int] = {}
-        self.seen: dict[int, int] = {}
-        self.candidates: dict[int, int] = {}
+        self.count: dict[int, int] = {}  # how often the id of a row was seen
+        self.seen: dict[int, int] = {}  # when it was seen last
+        self.candidates: dict[int, int] = {}  # how often ids without a row were seen, in order
         self.sightings = 0
 
     def find(self, ids: list[int]) -> list[int]:
@@ -97,16 +98,7 @@ class Model:
 def compare(
     real: IdTable, model: Model, ids: list[int], now: int, *, learns: bool, undone: bool = False
 ) -> bool:
-    """One call of both; whether they agree.
-
-    Args:
-        real: of the library.
-        model: the plainest.
-        ids: what is looked up.
-        now: the time.
-        learns: whether ids are counted.
-        undone: two claims are abandoned before, the second at a later time.
-    """
+    """Whether both agree on a call; ``undone``: after two claims that are abandoned."""
     given = torch.tensor(ids, dtype=torch.int64)
     rows, without = real.find(given)
     expected = model.find(ids)
@@ -129,13 +121,6 @@ def compare(
 
 def _equal(left: Any, right: Any) -> bool:
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
-
-
-def reloaded(real: IdTable, options: Options, now: int) -> IdTable:
-    """The same from what it saves."""
-    other = IdTable(options)
-    assert other.load(real.save(), now)
-    return other
 
 
 few_ids = st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63), *range(100, 118)])
@@ -168,7 +153,8 @@ class AgainstTheModel(RuleBasedStateMachine):
 
     @rule()
     def save_and_load(self):
-        self.real = reloaded(self.real, self.options, self.now)
+        saved, self.real = self.real.save(), IdTable(self.options)
+        assert self.real.load(saved, self.now)
 
     @invariant()
     def all_is_saved(self):

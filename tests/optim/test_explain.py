@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +13,13 @@ from torch import nn
 import sparsestep
 from sparsestep.errors import SlowWarning
 from sparsestep.optim import step
-from sparsestep.optim.explain import DENSE_EMBEDDING, looks_like_embedding
+from sparsestep.optim.explain import (
+    DENSE_EMBEDDING,
+    PENALIZED_EMBEDDING,
+    explain_dense_gradient,
+    looks_like_embedding,
+    looks_penalized,
+)
 from tests.subject import refused
 
 
@@ -39,11 +45,11 @@ def test_each_parameter_names_its_engine_and_the_reason():
     found = {each.name: each for each in optimizer.explain()}
     assert {name: each.engine for name, each in found.items()} == {
         "table": "native",
-        "layer": "torch",
+        "layer": "native",
         "unusual": "reference",
         "idle": None,
     }
-    assert "dense" in found["layer"].reason
+    assert found["layer"].reason == "dense gradient: every element is updated."
     assert "contiguous" in found["unusual"].reason
     assert found["table"].reason == ""
     assert found["table"].state_bytes == 2 * 50 * 4 * 4
@@ -62,17 +68,6 @@ def test_rows_that_wait_are_counted():
     assert only.rows_behind == 0
 
 
-def test_it_prints_as_a_table_with_reasons_below():
-    layer = torch.nn.Linear(3, 2)
-    optimizer = sparsestep.SGD(layer.named_parameters(), lr=0.1)
-    layer(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    lines = str(optimizer.explain()).splitlines()
-    assert lines[0].split() == ["parameter", "shape", "engine", "state", "rows", "behind"]
-    assert lines[1].split()[:5] == ["weight", "2", "x", "3", "torch"]
-    assert lines[3:] == ["weight, bias: dense gradient: updated by torch's kernel."]
-
-
 def test_equal_reasons_are_one_line():
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(30)]
     table = torch.nn.Parameter(torch.zeros(50, 4))
@@ -85,16 +80,9 @@ def test_equal_reasons_are_one_line():
     assert len(lines) == 1 + 31 + 2
     first, second = lines[-2:]
     assert first.startswith("param 0 of group 0, param 1 of group 0, ")
-    assert first.endswith(" and 22 more: dense gradient: updated by torch's kernel.")
+    reason = "dense gradient: updated by torch's kernel, since you set engine='reference'."
+    assert first.endswith(f" and 22 more: {reason}")
     assert second == "param 0 of group 1: you set engine='reference'."
-
-
-def test_copies_and_pickles_begin_without_a_past():
-    table = torch.nn.Parameter(torch.zeros(5, 4))
-    optimizer = sparsestep.SparseAdam([table])
-    table.grad = rows((5, 4), [1, 3])
-    optimizer.step()
-    assert [each.engine for each in copy.deepcopy(optimizer).explain()] == [None]
 
 
 def test_a_profiler_sees_the_parts_of_a_planned_step():
@@ -143,47 +131,33 @@ def test_a_forgotten_sparse_is_said_once(cls: type[torch.optim.Optimizer]):
     assert DENSE_EMBEDDING not in reasons.values()
 
 
-def test_a_sparse_or_fused_table_is_fine():
-    for model in (Model(sparse=True), sparsestep.nn.fuse(Model())):
-        opt = sparsestep.Adam(model.parameters(), lr=0.1)
+def test_a_sparse_fused_or_masked_table_is_fine():
+    for model, mask in (
+        (Model(sparse=True), None),
+        (sparsestep.nn.fuse(Model()), None),
+        (Model(), torch.arange(ROWS) < 9),
+    ):
+        table = {"params": [model.table.weight], "mask": mask}
+        opt = sparsestep.Adam([table, {"params": model.head.parameters()}], lr=0.1)
         model.backward()
         opt.step()
         assert DENSE_EMBEDDING not in {each.reason for each in opt.explain()}
 
 
-def test_a_mask_has_chosen_the_rows():
-    model = Model()
-    opt = sparsestep.SparseAdam([{"params": [model.table.weight], "mask": torch.arange(ROWS) < 9}])
-    model.backward()
-    opt.step()
-
-
 def test_gradients_are_examined_once(monkeypatch: pytest.MonkeyPatch):
     examined = []
 
-    def look(grad: torch.Tensor) -> bool:
+    def look(param: torch.Tensor, grad: torch.Tensor) -> str:
         examined.append(grad)
-        return looks_like_embedding(grad)
+        return explain_dense_gradient(param, grad)
 
-    monkeypatch.setattr(step, "looks_like_embedding", look)
+    monkeypatch.setattr(step, "explain_dense_gradient", look)
     model = Model()
-    for cls in (sparsestep.SGD, sparsestep.SparseAdam, sparsestep.AdamW):
-        examined.clear()
-        opt = cls(model.head.parameters(), lr=0.1)
-        for _ in range(3):
-            model.backward()
-            opt.step()
-        assert len(examined) == 2, "weight and bias"
-
-
-@pytest.mark.parametrize("guard", [False, True])
-def test_it_is_said_under_dense_semantics(guard: bool):
-    model = Model()
-    opt = sparsestep.AdamW(model.named_parameters(), lr=0.1, semantics="dense")
-    opt.track(model, guard=guard)
-    model.backward()
-    with pytest.warns(SlowWarning, match=TEXT):
+    opt = sparsestep.SparseAdam(model.head.parameters(), lr=0.1)
+    for _ in range(3):
+        model.backward()
         opt.step()
+    assert len(examined) == 2, "weight and bias"
 
 
 def test_it_is_said_of_steps_in_backward_and_of_functional_ones():
@@ -231,3 +205,62 @@ def test_which_gradients_look_like_an_embeddings():
     assert not looks(grad.to("meta"))
     assert not looks(grad.to_sparse(1))
     assert not looks(torch.full((ROWS, DIM), float("nan")))
+
+
+# L2 penalties
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_penalty_in_the_loss_is_said_once(fused: bool):
+    """Whatever the gradient of the lookup is: added to a dense one, it is dense."""
+    model = Model(sparse=True)
+    if fused:
+        sparsestep.nn.fuse(model)
+    opt = sparsestep.AdamW(model.named_parameters(), lr=0.1)
+    for _ in range(2):
+        model.backward()
+        opt.step()  # without a penalty there is nothing to say
+        opt.zero_grad()
+    opt = sparsestep.AdamW(model.named_parameters(), lr=0.1)  # a replayed step is not examined
+    for expected in (pytest.warns(SlowWarning, match=r"\(table.weight\).*L2"), nullcontext()):
+        model.backward()
+        sum(
+            1e-4 * p.square().sum() + 1e-3 * p.square().mean() for p in model.parameters()
+        ).backward()
+        with expected:  # warnings are errors here
+            opt.step()
+    reasons = {each.name: each.reason for each in opt.explain()}
+    assert reasons.pop("table.weight") == PENALIZED_EMBEDDING
+    assert PENALIZED_EMBEDDING not in reasons.values()
+    opt.zero_grad()
+    ids = torch.tensor([0, 97, 194, 291])
+    (model.table(ids).sum() + sparsestep.nn.functional.embedding_l2(model.table, ids)).backward()
+    assert model.table.weight.grad is not None
+    assert model.table.weight.grad.is_sparse
+
+
+def test_which_gradients_look_penalized():
+    torch.manual_seed(0)
+    param = torch.randn(ROWS, DIM)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
+        values = param.to(dtype)
+        grad = values * 0.037 + values * 0.01
+        assert looks_penalized(values, grad), dtype
+        grad[:: ROWS // 100] += 1
+        assert looks_penalized(values, grad), "the rows of a batch have another gradient, too"
+        grad[: ROWS // 2] += 1
+        assert not looks_penalized(values, grad), "the batch uses much of the table"
+        assert not looks_penalized(values, torch.randn(ROWS, DIM).to(dtype)), "a layer"
+    assert not looks_penalized(param, torch.zeros(ROWS, DIM))
+    assert not looks_penalized(torch.zeros(ROWS, DIM), param)
+    assert not looks_penalized(param, param * torch.rand(ROWS, 1)), "another factor in each row"
+    assert not looks_penalized(param, torch.full((ROWS, DIM), float("nan")))
+    assert not looks_penalized(param[:1000], param[:1000]), "a small table"
+
+
+def test_names_come_from_a_model():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    outside = nn.Parameter(torch.zeros(1))
+    optimizer = sparsestep.SGD([*model.parameters(), outside], lr=0.1)
+    names = [each.name for each in optimizer.explain(model)]
+    assert names == [*dict(model.named_parameters()), "param 4 of group 0"]

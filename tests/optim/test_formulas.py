@@ -39,6 +39,8 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
     ("RowwiseAdagrad", {**ROOT, **DECOUPLED}),
     ("RowwiseAdam", ADAM),
     ("RowwiseAdam", {**ADAM, **COUPLED}),
+    ("RowwiseAdam", {**ADAM, "betas": (0.0, 0.95)}),
+    ("RowwiseAdam", {**ADAM, "betas": (0.0, 0.95), "bias_correction": "per_row"}),
     ("RowwiseAdam", {**ADAM, **DECOUPLED, "bias_correction": "per_row"}),
     ("Lion", LION),
     ("Lion", {**LION, **COUPLED}),

@@ -21,6 +21,7 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.memory.lazy import SavedByRow, rows_in_use, saved_by_row, strided
 from sparsestep.optim.optimizer import RuleOptimizer
+from tests.optim.own_rules import seeded, through_a_file
 from tests.table import Variant, same_bits, sm3_by_rows
 from tests.torch_versions import loads_sparse_tensors
 
@@ -35,10 +36,6 @@ FEW = [
     Variant(sm3_by_rows, {}),
 ]
 each_of_a_few = pytest.mark.parametrize("variant", FEW, ids=str)
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def new_table() -> torch.nn.Parameter:
@@ -66,10 +63,6 @@ def written(state_dict: Any) -> bytes:
     file = io.BytesIO()
     torch.save(state_dict, file)
     return file.getvalue()
-
-
-def through_a_file(state_dict: Any) -> Any:
-    return torch.load(io.BytesIO(written(state_dict)), weights_only=True)
 
 
 def state_of(opt: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
@@ -295,19 +288,3 @@ def test_any_tensor_comes_back_to_the_bit(
     assert type(read) is Tensor
     assert bytes(read.reshape(-1).view(torch.uint8).tolist()) == bits
     assert all(state[row].reshape(-1).view(torch.uint8).any() for row in rows_in_use(state))
-
-
-def test_what_has_no_rows_is_left_alone():
-    for tensor in (
-        torch.zeros(0, 4),
-        torch.tensor(3.0),
-        torch.zeros(4, 3).T,
-        torch.ones(2).to_sparse(),
-    ):
-        assert saved_by_row(tensor) is tensor
-
-
-def test_a_sparse_tensor_that_has_a_row_twice_is_summed():
-    twice = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 2), (3, 2))
-    assert strided("it", twice).tolist() == [[0, 0], [2, 2], [0, 0]]
-    assert torch.equal(strided("it", torch.eye(3).to_sparse()), torch.eye(3))

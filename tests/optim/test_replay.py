@@ -116,6 +116,32 @@ def test_gradients_of_another_kind(pair: Pair):
             pair.step(coo(1, 3, 1), coo(0, 2))
 
 
+@pytest.mark.parametrize(
+    "cls", [sparsestep.AdamW, sparsestep.SGD, sparsestep.Lion, sparsestep.RowwiseAdagrad, own]
+)
+def test_a_model_with_dense_gradients_is_one_call(cls: Any, monkeypatch: pytest.MonkeyPatch):
+    """Together with a sparse table; matrices, vectors, and a single number."""
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(6, 3, sparse=True), torch.nn.Linear(3, 4), torch.nn.PReLU()
+    )
+    # State per row of a parameter without dims is left to Python.
+    shape = (1,) if cls is sparsestep.RowwiseAdagrad else ()
+    number = torch.nn.Parameter(torch.ones(shape))
+    opt = cls([*model.parameters(), number], lr=0.1)
+
+    def step() -> None:
+        opt.zero_grad()
+        (number * model(torch.tensor([1, 4])).square().sum()).sum().backward()
+        opt.step()
+
+    for _ in range(3):
+        step()
+    before = [param.detach().clone() for param in opt.param_groups[0]["params"]]
+    monkeypatch.setattr(Step, "add_group", lambda *_: pytest.fail("the step was planned"))
+    step()
+    assert not any(map(torch.equal, before, opt.param_groups[0]["params"]))
+
+
 def test_an_index_that_is_no_row_is_refused_and_nothing_changes(pair: Pair):
     for row in (6, -1, 2**63 - 1):
         pair.params[0][0].grad, pair.params[0][1].grad = coo(1), coo(row)

@@ -13,10 +13,10 @@ from torch import Tensor
 import sparsestep
 from sparsestep.errors import InputError
 from tests.generate.layouts import Entries
-from tests.optim.own_rules import SHAPE, adagrad, close, randn, table_of
+from tests.optim.own_rules import SHAPE, adagrad, close, randn
 from tests.properties.marks import QUIET
 from tests.subject import by_hand, refused
-from tests.table import Variant, same_bits, sm3_by_rows
+from tests.table import Variant, sm3_by_rows
 
 pytestmark = QUIET
 
@@ -100,56 +100,7 @@ def test_an_exception_inside_the_rule_changes_nothing(kind: type[BaseException])
 # Functions that cannot be rules
 
 
-def takes_no_grad(param, *, lr):
-    return param
-
-
-def takes_sum(param, grad, sum, *, lr):
-    return param, sum
-
-
-def takes_state_in_another_order(param, grad, second, first, *, lr):
-    return param, first, second
-
-
-def takes_options_by_position(param, grad, sum, lr, eps=1e-10):
-    return param, sum
-
-
-def takes_any_number(param, grad, *state, lr):
-    return param
-
-
-def takes_any_option(param, grad, **options):
-    return param
-
-
-SUM = {"state": {"sum": 0.0}}
 # tests/messages.txt has more.
-BAD_RULES: list[tuple[Any, dict[str, Any], str]] = [
-    (takes_no_grad, {}, "takes_no_grad"),
-    (takes_any_option, SUM, "sum"),
-    (takes_sum, {"state": {"square": 0.0}}, "square"),
-    (
-        takes_state_in_another_order,
-        {"state": {"first": 0.0}, "row_state": {"second": 0.0}},
-        "first, second",
-    ),
-    (takes_options_by_position, SUM, r"options come after a \*"),
-    (takes_any_number, {}, "state"),
-]
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "words"), BAD_RULES, ids=[rule[0].__name__ for rule in BAD_RULES]
-)
-def test_a_function_that_cannot_be_a_rule_is_refused_when_it_is_decorated(
-    function: Any, options: dict[str, Any], words: str
-):
-    with pytest.raises(InputError, match=words):
-        sparsestep.rule(function, **options)
-    with pytest.raises(InputError, match=words):
-        sparsestep.rule(**options)(function)
 
 
 # Formulas that work in place
@@ -220,23 +171,3 @@ def test_writes_into_arguments_are_lost_where_the_formula_then_fails(
         with refused(opt, error=kind):
             opt.step()
         assert param.grad.to_dense().eq(2).all()
-
-
-def test_a_formula_may_return_and_keep_its_arguments():
-    kept_by_user = []
-
-    @sparsestep.rule(state={"last_grad": 0.0, "last_param": 0.0})
-    def keeps(param, grad, last_grad, last_param, *, lr):
-        kept_by_user.append(param)
-        return param - lr * grad, grad, param
-
-    param = table_of()
-    start = param.detach().clone()
-    opt = keeps([param], lr=0.1, engine="reference")
-    param.grad = randn(*SHAPE, seed=1)
-    opt.step()
-    assert same_bits(opt.state[param]["last_grad"], param.grad)
-    assert same_bits(opt.state[param]["last_param"], start)
-    assert same_bits(kept_by_user[0].view(SHAPE), start)
-    param.grad.zero_()
-    assert opt.state[param]["last_grad"].ne(0).all()

@@ -99,7 +99,7 @@ def rowwise_adam(
             m[row] = b1 * m[row] + (1 - b1) * g
             v[row] = b2 * v[row] + (1 - b2) * sum(float(x) ** 2 for x in g) / COLUMNS
             p[row] -= lr * (m[row] / (1 - b1**t)) / (math.sqrt(v[row] / (1 - b2**t)) + eps)
-    kept = {"exp_avg": m, "exp_avg_sq": v}
+    kept = {"exp_avg": m, "exp_avg_sq": v} if b1 else {"exp_avg_sq": v}
     return p, {**kept, "row_step": counts} if bias_correction == "per_row" else kept
 
 

@@ -12,8 +12,8 @@ from tests.generate.cases import Case, cases, each_case
 from tests.properties.marks import QUIET
 from tests.subject import Subject
 from tests.table import (
+    FEW,
     INSTRUCTION_SETS,
-    PLAIN,
     Variant,
     each_variant,
     on_each_engine,
@@ -77,7 +77,7 @@ def large_step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return indices, values, weight
 
 
-@on_each_engine(PLAIN)
+@on_each_engine(FEW)
 def test_bits_do_not_depend_on_how_many_share_a_large_step(variant: Variant, engine: str):
     indices, values, weight = large_step()
     results = []

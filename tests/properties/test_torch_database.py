@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -30,9 +29,6 @@ RUNS = [
     for each in INPUTS
     for engine in (ENGINES if each[1].only_supports_sparse_grads else ENGINES[-1:])
 ]
-each_input = pytest.mark.parametrize(
-    ("ours", "info", "given"), INPUTS, ids=[f"{o.__name__}-{g.desc}" for o, _, g in INPUTS]
-)
 ERRORS = [
     (ours, error)
     for ours, info in PAIRS
@@ -96,18 +92,6 @@ def test_groups_without_weight_decay(ours, info):
         results.append((table.weight.detach(), bias.weight.detach()))
     for mine, theirs in zip(*results, strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
-
-
-@each_input
-def test_inputs_survive_pickle_deepcopy_and_repr(ours, info, given):
-    _, opt, _ = train(ours, copy.deepcopy(given.kwargs), sparse=True, steps=2)
-    for again in (pickle.loads(pickle.dumps(opt)), copy.deepcopy(opt)):
-        assert type(again) is ours
-        assert repr(again) == repr(opt)
-        mine, copied = opt.state_dict(), again.state_dict()
-        assert mine["param_groups"] == copied["param_groups"]
-        for name, value in mine["state"].get(0, {}).items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(copied["state"][0][name]))
 
 
 @each_pair

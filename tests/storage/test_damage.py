@@ -157,19 +157,6 @@ def test_damaged_headers_of_a_table(in_rows: bool, step: int, tmp_path: Path):
     assert not mapped(path, (ROWS, DIM)).any()
 
 
-def test_swapped_files(saved: Saved):
-    for kind in ("base-", "rows-"):
-        names = saved.named(kind)
-        if len(names) > 1:
-            folder = saved.fresh()
-            for name, other in zip(names[:2], reversed(names[:2]), strict=True):
-                shutil.copy(saved.intact / other, folder / name)
-            saved.check_refused(f"{names[:2]} swapped")
-    folder = saved.fresh()
-    shutil.copy(saved.intact / saved.named("rows-")[0], folder / saved.named("rest-")[0])
-    saved.check_refused("a journal in place of the rest")
-
-
 def test_links_pipes_and_folders_in_place_of_files(saved: Saved):
     """A link may lead out of the folder, and to open a pipe would wait forever."""
     for kind in KINDS:
@@ -186,18 +173,8 @@ def test_links_pipes_and_folders_in_place_of_files(saved: Saved):
             saved.check_refused(f"{name}: no regular file")
 
 
-TEXTS = [
-    b"",
-    b"{}",
-    b"[]",
-    b"null",
-    b"\xff\xfe",
-    b"[" * 100_000,
-    b'{"a":' * 100_000,
-    b'{"version": 2, "version": 2}',
-    b'{"version": ' + b"9" * 5000 + b"}",
-    b"\0" * 100,
-]
+TEXTS = [b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"\0" * 100]
+TEXTS += [b'{"version": 2, "version": 2}', b'{"version": ' + b"9" * 5000 + b"}"]
 
 
 def test_manifests_that_are_none(saved: Saved):
@@ -304,13 +281,6 @@ def test_newer_versions_are_refused_by_name(saved: Saved):
     saved.write_manifest(content)
     saved.check_refused("a newer journal", written_by.format(2))
 
-    path = saved.fresh() / content["rest"]["file"]
-    content = saved.manifest
-    torch.save({**torch.load(path, weights_only=True), "version": 2}, path)
-    saved.rewrite(content["rest"], path.read_bytes())
-    saved.write_manifest(content)
-    saved.check_refused("a newer rest", written_by.format(2))
-
 
 def test_a_rest_that_would_execute_code_or_holds_something_else(saved: Saved):
     class Evil:
@@ -319,19 +289,20 @@ def test_a_rest_that_would_execute_code_or_holds_something_else(saved: Saved):
 
     path = saved.fresh() / saved.named("rest-")[0]
     rest = torch.load(path, weights_only=True)
-    contents = [
-        Evil(),
-        [],
-        {},
-        {**rest, "optimizer": {}},
-        {**rest, "optimizer": {"state": [], "param_groups": []}},
-        {**rest, "optimizer": {"state": {0: 1}, "param_groups": []}},
-        {**rest, "model": []},
+    contents: list[tuple[Any, str]] = [
+        (Evil(), "must be unchanged"),
+        ([], "must hold"),
+        ({}, "must hold"),
+        ({**rest, "optimizer": {}}, "must hold"),
+        ({**rest, "optimizer": {"state": [], "param_groups": []}}, "must hold"),
+        ({**rest, "optimizer": {"state": {0: 1}, "param_groups": []}}, "must hold"),
+        ({**rest, "model": []}, "must hold"),
+        ({**rest, "version": 2}, "Got format 2, written by a newer sparsestep"),
     ]
-    for content in contents:
+    for content, match in contents:
         torch.save(content, path)
         manifest = saved.manifest
         saved.rewrite(manifest["rest"], path.read_bytes())
         saved.write_manifest(manifest)
-        saved.check_refused(str(type(content)))
+        saved.check_refused(str(type(content)), match)
     assert not (saved.run.folder / "executed").exists()

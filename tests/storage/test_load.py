@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import errno
 import functools
 import gc
 import os
@@ -21,7 +20,17 @@ from sparsestep.errors import InputError
 from sparsestep.memory import replace_file
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import mapped
-from tests.storage.training import DIM, ROWS, Run, fork, in_each_place, same, saved_run
+from tests.storage.training import (
+    DIM,
+    ROWS,
+    Run,
+    fork,
+    full,
+    in_each_place,
+    raising,
+    same,
+    saved_run,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,14 +47,6 @@ def fail_at(function: Callable[..., Any], nth: int, fail: Callable[[], Any]) -> 
     return failing
 
 
-def raising(kind: type[BaseException], *args: Any) -> Callable[[], None]:
-    def fail() -> None:
-        raise kind(*args)
-
-    return fail
-
-
-full = raising(OSError, errno.ENOSPC, os.strerror(errno.ENOSPC))
 out_of_memory = raising(
     RuntimeError, "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"
 )
@@ -138,11 +139,8 @@ def test_a_table_behind_a_link_and_one_without_a_name(tmp_path: Path):
 
 
 KILLED_AT = [
-    (replace_file.Replacements, "create", 2),
     (replace_file.Replacements, "prepare", 1),
-    (replace_file._Swap, "switch", 2),
     (replace_file._Swap, "rename", 2),
-    (replace_file.Replacements, "__exit__", 1),
 ]
 
 

@@ -28,6 +28,7 @@ from tests.storage.training import (
     embedding,
     in_each_place,
     initial,
+    raising,
     table_in,
     train,
 )
@@ -65,16 +66,11 @@ def is_locked(path: Path) -> bool:
 
 
 @in_each_place
-@pytest.mark.parametrize("through", ["path", "symbolic link", "hard link"])
-def test_a_file_that_another_process_writes_can_only_be_read(through, in_rows, tmp_path: Path):
+def test_a_file_that_another_process_writes_can_only_be_read(in_rows, tmp_path: Path):
     optimizer = adam if in_rows else None
     table_in(tmp_path / "table", optimizer=optimizer)
     gc.collect()
-    path = tmp_path / "table"
-    if through == "symbolic link":
-        (path := tmp_path / "link").symlink_to(tmp_path / "table")
-    elif through == "hard link":
-        (path := tmp_path / "link").hardlink_to(tmp_path / "table")
+    (path := tmp_path / "link").hardlink_to(tmp_path / "table")
     before = (tmp_path / "table").read_bytes()
     model = embedding(mapped(path, (ROWS, DIM), optimizer=optimizer))
     opt = adam(model.parameters())
@@ -162,66 +158,45 @@ def test_a_lock_is_inherited_but_not_by_programs(tmp_path: Path):
         process.communicate(b"\n")
 
 
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, table: torch.Tensor) -> None:
-        self.table = table
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        return self.table[row]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked there")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_that_are_forked_read_the_table(tmp_path: Path):
     table = table_in(tmp_path / "table")
+    rows = torch.utils.data.TensorDataset(table)
     loader = torch.utils.data.DataLoader(
-        Rows(table), batch_size=100, num_workers=1, multiprocessing_context="fork"
+        rows, batch_size=100, num_workers=1, multiprocessing_context="fork"
     )
-    assert same_bits(torch.cat(list(loader)), initial())
-    del loader, table
+    assert same_bits(torch.cat([batch for (batch,) in loader]), initial())
+    del loader, table, rows
     gc.collect()
     assert not is_locked(tmp_path / "table")
     assert isinstance(nn.Parameter(mapped(tmp_path / "table", (ROWS, DIM))), Mapped)
 
 
-def test_a_file_that_appears_meanwhile_is_opened_and_not_replaced(tmp_path: Path, monkeypatch):
+def fails(error: int):
+    return raising(OSError, error, os.strerror(error))
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_file_systems_without_locks_and_links(error, is_late, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(disk.fcntl, "flock", fails(error))
+    if error == errno.EOPNOTSUPP:
+        monkeypatch.setattr(os, "link", fails(errno.EPERM))
     create, path = disk.create, tmp_path / "table"
     others = []
 
     def slow(*args, **options):
-        if not others:
+        if is_late and not others:
             others.append(None)
-            others.append(mapped(path, (ROWS, DIM)).fill_(5))  # another was faster
+            others.append(mapped(path, (ROWS, DIM)).fill_(5))  # another process was faster
         return create(*args, **options)
 
     monkeypatch.setattr(disk, "create", slow)
-    assert mapped(path, (ROWS, DIM)).eq(5).all()
+    model = embedding(mapped(path, (ROWS, DIM)))
+    assert model.weight.eq(5 * is_late).all(), "opened, and not replaced"
     assert os.listdir(tmp_path) == ["table"]
-
-
-def fails(error: int):
-    def call(*_: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    return call
-
-
-@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_file_systems_without_locks_are_used_without(error, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(disk.fcntl, "flock", fails(error))
-    model = embedding(table_in(tmp_path / "table"))
     train(model, adam(model.parameters()), 1)
-    monkeypatch.setattr(disk, "fcntl", None)  # Windows
-    assert mapped(tmp_path / "other", (3, 3)).eq(0).all()
-
-
-def test_file_systems_without_hard_links(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(os, "link", fails(errno.EPERM))
-    assert mapped(tmp_path / "table", (3, 3)).eq(0).all()
-    assert os.listdir(tmp_path) == ["table"]
 
 
 def test_symbolic_links_are_followed(tmp_path: Path):
@@ -243,26 +218,17 @@ def test_symbolic_links_are_followed(tmp_path: Path):
     assert mapped(link, (ROWS, DIM))[7].eq(5).all()
 
 
-@pytest.mark.parametrize(
-    "problem", ["folder", "target", "loop", "file", "directory", "name", "full"]
-)
+@pytest.mark.parametrize("problem", ["target", "loop", "directory", "full"])
 def test_errors_name_the_path_of_the_user(problem, tmp_path: Path, monkeypatch):
     path = tmp_path / "table"
-    if problem == "folder":
-        path = tmp_path / "missing" / "table"
-    elif problem == "target":
+    if problem == "target":
         path.symlink_to(tmp_path / "missing" / "table")
     elif problem == "loop":
         path.symlink_to(path)
-    elif problem == "file":
-        (tmp_path / "file").write_text("")
-        path = tmp_path / "file" / "table"
     elif problem == "directory":
         path.mkdir()
-    elif problem == "full":
-        monkeypatch.setattr(os, "pwrite", fails(errno.ENOSPC))
     else:
-        path = tmp_path / ("x" * 250)
+        monkeypatch.setattr(os, "pwrite", fails(errno.ENOSPC))
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(OSError, match="Errno") as raised:
         mapped(path, (ROWS, DIM))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -140,6 +141,18 @@ def journals_in(folder: Path) -> list[int]:
     found = journal.read_manifest(folder)
     assert found is not None
     return [sum(part.rows for part in each.parts) for each in found.journals]
+
+
+def raising(kind: type[BaseException], *args: Any) -> Callable[..., Any]:
+    """A function that raises, however it is called."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise kind(*args)
+
+    return fail
+
+
+full = raising(OSError, errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def fork(work: Callable[[int], None]) -> tuple[int, int]:

@@ -59,7 +59,7 @@ def choose(model: Model) -> list[torch.optim.Optimizer]:
         sparsestep.NAdam(params, momentum_decay=0.01, semantics="dense"),
         sparsestep.RAdam(params, weight_decay=0.1, decoupled_weight_decay=True),
         sparsestep.Adagrad(params, stochastic_rounding=True, rounding_seed=7),
-        sparsestep.RowwiseAdagrad(params, decoupled_weight_decay=True),
+        sparsestep.RowwiseAdagrad(params, decoupled_weight_decay=True, dense="elementwise"),
         sparsestep.RowwiseAdam(params, betas=(0.9, 0.99)),
         sparsestep.SGD(params, 0.1, 0.9, mask=[mask, None, None, None]),
         sparsestep.RMSprop(model.named_parameters(), centered=True),

@@ -80,11 +80,10 @@ def _work(history: StepHistory, rule: Rule, param: Tensor) -> Any:
         work.square = names.index(idle.square)
         work.square_decay = history.decays.get(idle.square, 1.0)
     work.eps = history.eps
-    work.largest_ratio = history.max_series_ratio(param.dtype)
+    work.max_error = history.max_error(param.dtype)
     work.converges = history.converges
     work.horizon = history.horizon
-    work.most_replayed = history.replay_limit
-    work.inverse_decay = history.inverse_decay
+    work.inverse_decay, work.centers = history.inverse_decay, history.centers
     work.sizes, work.roots, work.sums = history.sizes, history.roots, history.sums
     if idle.recomputes:
         work.options = rule.pack_hyperparams(history.hyperparams)
@@ -164,7 +163,7 @@ class MissedSteps:
         self.decays: Mapping[str, float] = history.decays
         self.eps: float = history.eps
         self.converges: bool = history.converges
-        self.largest_ratio: float = history.max_series_ratio(param.dtype)
+        self.max_error: float = history.max_error(param.dtype)
 
     def _column(self, of_rows: Tensor) -> Tensor:
         """Values per row as a column, on the parameter's device."""
@@ -185,19 +184,18 @@ class MissedSteps:
     def sums(self) -> Tensor:
         """The sum over the missed steps of each term of the idle update's series."""
         history = self._history
-        return self._column(history.sums[:, self._since] / history.latest_inverse_decay)
+        return self._column(history.sums[self._since].T / history.latest_inverse_decay)
 
     @property
-    def relevant_steps(self) -> Tensor:
-        """The number of missed steps within the horizon of the sums."""
-        missed = self._history.steps - self._since
-        return self._column(missed.clamp(max=self._history.horizon).double())
+    def center(self) -> Tensor:
+        """What a root is multiplied by, in about the middle of the steps."""
+        return self._column(self._history.centers[self._since])
 
     def total_size(self, first: int | None = None) -> Tensor:
         """The sum of the sizes of the missed steps, or of the ``first`` few of them."""
         history, since = self._history, self._since
         end = history.steps if first is None else since + first
-        totals = history.sums[0]
+        totals = history.sums[:, 0]
         return self._column((totals[end] - totals[since]) / history.latest_inverse_decay)
 
     def what_is_left(self, name: str) -> Tensor:
@@ -205,12 +203,12 @@ class MissedSteps:
         return self._column(self._history.powers[name][self._history.steps - self._since])
 
     def replay(self, buffer: str, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the steps of some rows one by one, within the replay limit."""
+        """Yield the steps of some rows one by one, within the horizon."""
         history, since = self._history, self._since[rows.cpu()]
         if not since.numel():
             return
         n, decay = history.steps, history.powers.get(buffer)
-        for k in range(1, min(history.replay_limit, n - int(since.min())) + 1):
+        for k in range(1, min(history.horizon, n - int(since.min())) + 1):
             step = since + k
             was_taken = step <= n
             step = step.clamp(max=n)

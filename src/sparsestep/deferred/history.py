@@ -2,13 +2,22 @@
 
 For Adam a row that is current after step j and needed after step n has moved by
 
-    sum over s = j+1 .. n of  size_s * m * b1^(s-j) / (sqrt(v * b2^(s-j)) / root_s + eps) * W_s
+    sum over s = j+1 .. n of  size_s * m * b1^(s-j) / (sqrt(v) * q_s + eps) * W_s
 
-where W_s is what decay has left since step s. Expanded in powers of eps / sqrt(v), every term is a
-number that depends on (j, n) alone times a number that depends on the entry alone. So four sums
-for each past step, kept in float64, serve all entries of all rows, however long they were idle. An
-entry whose eps / sqrt(v) is not small is replayed step by step instead, as far as b1^k matters. The
-other rules are special cases: a geometric series, a constant drift, or nothing but decay.
+where q_s = b2^((s-j)/2) / root_s and W_s is what decay has left since step s. With u = eps /
+(sqrt(v) * center + eps), a number between 0 and 1 wherever v and eps are, and r = q_s / center, a
+term's quotient is 1 / (r + (1 - r) u), relative to that of q_s = center. This is the Chebyshev
+series
+
+    1 / sqrt(r) * (1 + 2 * sum over i > 0 of  g^i T_i(2u - 1)),    g = (sqrt(r) - 1) / (sqrt(r) + 1)
+
+whose coefficients do not depend on the entry. So a few sums for each past step j, kept in float64,
+serve all entries of all rows, however long they were idle. ``center`` is q_s some steps after j, so
+that r is close to one and g is small while b1^(s-j) is not. What the terms that are left out may
+amount to is added up as well: where it is too much, in the first steps of a training or for a b2
+that is small beside b1, rows are replayed step by step instead.
+
+The other rules are special cases: a geometric series, a constant drift, or nothing but decay.
 """
 
 from __future__ import annotations
@@ -22,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep._torch import stack
+from sparsestep._native import ext
 from sparsestep.engines.finishing import finish
 from sparsestep.rules.idle import AdamDrift, IdleUpdate
 
@@ -32,9 +41,8 @@ _NEGLIGIBLE = 1e-18
 MAX_STEPS = 1 << 16
 _MAX_INVERSE_DECAY = 1e150
 _SWEEP_INVERSE_DECAY = 1e50
-_SERIES_RATIO = {torch.float64: 1e-4}
-_DEFAULT_SERIES_RATIO = 0.02
-_TERMS = AdamDrift.terms
+_MAX_ERROR = {torch.float64: 1e-14}
+_DEFAULT_MAX_ERROR = 1e-6
 
 
 class StepHistory:
@@ -54,11 +62,12 @@ class StepHistory:
         latest_inverse_decay: that of the latest step.
         sizes: the step size of each step.
         roots: the divisor of the square root in each step.
+        centers: for each past step, the ``center`` of the sums over later ones.
         sums: for each past step, the sums over all later ones, relative to ``inverse_decay``; or
             the total of all sizes so far, if the idle update ``has_total``.
-        horizon: number of steps after which a step is negligible in the sums.
-        replay_limit: number of steps that an entry is replayed for.
+        horizon: number of steps after which a step is negligible.
         converges: whether the sums converge.
+        center_lag: number of steps from a past step to its center.
     """
 
     def __init__(self, idle_update: IdleUpdate, hyperparams: Mapping[str, Any], base: int) -> None:
@@ -69,23 +78,26 @@ class StepHistory:
         self.latest_inverse_decay = 1.0
         self.decays = idle_update.decays(hyperparams)
         self.eps = idle_update.eps(hyperparams)
-        self._prepare_series(idle_update.ratios(self.decays))
-        self._tables: Tensor = _as_tensor(array("d", [1.0, *(2 + _TERMS) * [0.0]])).unsqueeze(1)
+        self._prepare_series()
+        self._tables = torch.tensor([[1.0], [0.0], [0.0], [0.0]], dtype=torch.float64, device="cpu")
+        self.sums: Tensor = torch.zeros(1, idle_update.num_sums, dtype=torch.float64, device="cpu")
         self._reserve(256)
 
-    def _prepare_series(self, ratios: list[float]) -> None:
-        """Compute the horizon, and the weights of the steps within it."""
-        self.horizon = max(map(_horizon, ratios), default=1)
+    def _prepare_series(self) -> None:
+        """Compute the horizon, and powers for the steps within it."""
+        idle, decays = self.idle_update, self.decays
+        ratio = idle.ratio(decays)
+        self.horizon = _horizon(ratio)
         self.converges = self.horizon < MAX_STEPS
-        # A replay ends when the first term is negligible.
-        self.replay_limit = _horizon(ratios[0]) if ratios else 1
-        horizon = self.horizon if self.converges else 1
-        powers = [_powers(ratio, horizon + 1)[1:].flip(0) for ratio in ratios]
-        self._terms = len(ratios)
-        if ratios:
-            self._ratios = stack(powers)
-            self._weight = array("d", [0.0]) * self._terms
-            self._weights = _as_tensor(self._weight).unsqueeze(1)
+        self._is_summed = ratio > 0.0 and self.converges
+        buffer = decays.get(idle.buffer, 1.0)
+        root = idle.root_decay(decays) if isinstance(idle, AdamDrift) else 1.0
+        # There the buffer has moved the parameter about half as far as it will.
+        self.center_lag = min(self.horizon, math.ceil(1.5 / (1 - buffer))) if buffer < 1 else 1
+        self._center = root**self.center_lag
+        if self._is_summed:  # from the oldest step within the horizon to the one before
+            self._buffer_powers = _powers(buffer, self.horizon + 1)[1:].flip(0)
+            self._root_powers = _powers(root, self.horizon + 1)[1:].flip(0)
 
     def reserve(self) -> None:
         """Allocate for one more step, so that ``append`` does not."""
@@ -94,22 +106,28 @@ class StepHistory:
 
     def _reserve(self, capacity: int) -> None:
         # An array: writing single numbers to a tensor is slow.
-        numbers = array("d", [0.0]) * ((3 + _TERMS) * capacity)
-        tables = _as_tensor(numbers).view(-1, capacity)
+        numbers = array("d", [0.0]) * ((4 + self.idle_update.num_sums) * capacity)
+        memory = torch.frombuffer(numbers, dtype=torch.float64)
+        tables, sums = memory[: 4 * capacity].view(4, -1), memory[4 * capacity :].view(capacity, -1)
         tables[:, : self._tables.shape[1]] = self._tables
+        sums[: len(self.sums)] = self.sums
         by_factor = {factor: _powers(factor, capacity) for factor in set(self.decays.values())}
         powers = {name: by_factor[factor] for name, factor in self.decays.items()}
-        (inverse_decay, sizes, roots), sums = tables[:3].unbind(), tables[3:]
-        summed = sums[: self._terms]
+        inverse_decay, sizes, roots, centers = tables.unbind()
         # Nothing below can fail.
         self.capacity, self._numbers, self._tables = capacity, numbers, tables
-        self.inverse_decay, self.sizes, self.roots = inverse_decay, sizes, roots
-        self.sums, self._summed, self.powers = sums, summed, powers
+        self.inverse_decay, self.sizes, self.roots, self.centers = (
+            inverse_decay,
+            sizes,
+            roots,
+            centers,
+        )
+        self.sums, self.powers = sums, powers
 
     @staticmethod
-    def max_series_ratio(dtype: torch.dtype) -> float:
-        """The largest eps / sqrt(v) for which four terms of the series are enough."""
-        return _SERIES_RATIO.get(dtype, _DEFAULT_SERIES_RATIO)
+    def max_error(dtype: torch.dtype) -> float:
+        """The largest error of the sums, relative to the first."""
+        return _MAX_ERROR.get(dtype, _DEFAULT_MAX_ERROR)
 
     @property
     def now(self) -> int:
@@ -128,30 +146,33 @@ class StepHistory:
 
     def clear(self) -> None:
         """Drop all steps; every row has reached ``now``."""
-        self.sums[:, : self.steps + 1] = 0.0
+        self.sums[: self.steps + 1] = 0.0
         self.base, self.steps, self.latest_inverse_decay = self.now, 0, 1.0
 
     def drop_oldest(self, steps: int) -> None:
         """Drop the oldest steps; every row has reached the last of them."""
-        left, tables = self.steps - steps, self._tables
-        rest = tables[:, steps : self.steps + 1].clone()
+        left, end = self.steps - steps, self.steps + 1
+        tables, sums = self._tables[:, steps:end].clone(), self.sums[steps:end].clone()
         if self.idle_update.has_total:  # only differences of totals matter
-            rest[3:] -= rest[3:, :1].clone()
-        first = float(rest[0, 0])
-        rest[0] /= first
-        rest[3:] /= first
-        base, latest = self.base + steps, float(rest[0, left])
-        kept, emptied = tables[:, : left + 1], tables[3:, left + 1 : self.steps + 1]
-        finish((partial(kept.copy_, rest), emptied.zero_))
+            sums -= sums[0].clone()
+        first = float(tables[0, 0])
+        tables[0] /= first
+        sums /= first
+        base, latest = self.base + steps, float(tables[0, left])
+        kept = self._tables[:, : left + 1], self.sums[: left + 1]
+        emptied = self.sums[left + 1 : end]
+        finish((partial(kept[0].copy_, tables), partial(kept[1].copy_, sums), emptied.zero_))
         self.base, self.steps, self.latest_inverse_decay = base, left, latest
 
-    def append(self, size: float, root: float, shrink: float) -> None:
+    def append(self, size: float, root: float, shrink: float, middle: float) -> None:
         """Append a step. Atomic: on error, nothing has changed.
 
         Args:
             size: its step size.
             root: the divisor of the square root in ``AdamDrift``; 1.0 for other idle updates.
             shrink: its weight decay factor.
+            middle: the root ``center_lag`` steps after the step before; its value decides how exact
+                the sums are, not what they are.
         """
         self.reserve()
         n = self.steps + 1
@@ -159,27 +180,32 @@ class StepHistory:
         inverse_decay = self.latest_inverse_decay / shrink
         numbers[n] = inverse_decay
         numbers[capacity + n], numbers[2 * capacity + n] = size, root
+        numbers[3 * capacity + n - 1] = self._center / middle
         move = size * inverse_decay
         if self.idle_update.has_total:
-            numbers[3 * capacity + n] = numbers[3 * capacity + n - 1] + move
-        elif self._terms and self.converges:
+            numbers[4 * capacity + n] = numbers[4 * capacity + n - 1] + move
+        elif self._is_summed:
             self._accumulate(n, move, root)
         self.steps, self.latest_inverse_decay = n, inverse_decay
 
     def _accumulate(self, n: int, move: float, root: float) -> None:
         """Add the n-th step to the sums of the steps before it, within the horizon."""
-        ratios, horizon = self._ratios, self.horizon
-        for term in range(self._terms):
-            move *= root
-            self._weight[term] = move
-        if n < horizon:
-            ratios, horizon = ratios[:, horizon - n :], n
-        self._summed.narrow(1, n - horizon, horizon).addcmul_(ratios, self._weights)
-
-
-def _as_tensor(numbers: array[float]) -> Tensor:
-    """A tensor that shares the memory of an array."""
-    return torch.frombuffer(numbers, dtype=torch.float64)
+        powers, root_powers = self._buffer_powers, self._root_powers
+        if ext is not None and isinstance(self.idle_update, AdamDrift):
+            ext.add_step(self.sums, self.centers, powers, root_powers, n, move, root)
+            return
+        lags = min(n, self.horizon)
+        past, powers = slice(n - lags, n), powers[-lags:]
+        if not isinstance(self.idle_update, AdamDrift):
+            self.sums[past, 0].add_(powers, alpha=move)
+            return
+        root_of_r = (root_powers[-lags:] / (root * self.centers[past])).sqrt_()
+        g = (root_of_r - 1) / (root_of_r + 1)
+        terms = torch.linalg.vander(g, N=self.sums.shape[1])
+        terms *= (move * powers / root_of_r).unsqueeze(1)
+        terms[:, 1:] *= 2
+        terms[:, -1] = terms[:, -1].abs() / (1 - g.abs())
+        self.sums[past] += terms
 
 
 def _powers(factor: float, count: int) -> Tensor:

@@ -157,6 +157,7 @@ class DeferredRows:
         self.movable_rows: Tensor | None = None
         self.param: Tensor | None = None
         self._movable_mask: tuple[Tensor, Tensor] | None = None
+        self._mask: tuple[Tensor, int | None] | None = None  # and its version
         self._steps = _LazySteps(num_rows, ~done if new else done)
         self._min_step = done  # the step that every row has reached
         self._sweep_position: tuple[int, int] | None = None  # next row, steps when it began
@@ -210,6 +211,19 @@ class DeferredRows:
         tensors = [memory_of(tensor) for tensor in found if tensor is not None]
         return tensors if len(tensors) == len(found) else None
 
+    def has_mask(self, selection: masks.MaskSelection | None) -> bool:
+        """Whether the mask of the latest step selected the same rows."""
+        if selection is None or self._mask is None:
+            return selection is None and self._mask is None
+        version = selection.version
+        return self._mask[0] is selection.mask and version == self._mask[1] and version != -1
+
+    def set_mask(self, selection: masks.MaskSelection | None) -> None:
+        """Let only the rows move that a mask selects, while all rows are current."""
+        if not self.has_mask(selection):
+            self._mask = None if selection is None else (selection.mask, selection.version)
+            self.movable_rows = None if selection is None else selection.indices
+
     def movable(self, rows: Tensor) -> Tensor:
         """Those of the rows that the mask of the latest step lets move."""
         selected = self.movable_rows
@@ -248,12 +262,15 @@ class DeferredRows:
         """
         options, idle, step = settings.hyperparams, self.history.idle_update, self.history.now + 1
         size, root = idle.size(step, options)
+        middle = root
+        if idle.num_sums > 1 and idle.fits is None:  # or later steps may have another form
+            middle = idle.size(step - 1 + self.history.center_lag, options)[1]
         shrink = settings.decay_factor * (idle.shrink(step, options) if idle.shrink else 1.0)
         self.history.reserve()
 
         def commit() -> None:
             version = None if param is None else _write_version(param)
-            self.history.append(size, root, shrink)
+            self.history.append(size, root, shrink, middle)
             if options.get("lr"):  # FTRL rests where the latest rate put it
                 self.history.hyperparams = options
             self._version = version
@@ -488,13 +505,13 @@ class _Pending(NamedTuple):
     Attributes:
         indices: of its gradient, before a mask makes that smaller.
         state: before a first step creates it.
-        movable_rows: the rows that a mask lets move; ``None`` for all.
+        selection: of its mask.
     """
 
     update: ParamUpdate
     indices: Tensor | None
     state: list[Tensor] | None
-    movable_rows: Tensor | None
+    selection: masks.MaskSelection | None
 
     @property
     def num_rows(self) -> int:
@@ -533,8 +550,7 @@ class StepCatchUp:
         is_claimed: bool = False,
     ) -> None:
         """Catch up the rows of an update before it is computed; the core checks what it claims."""
-        movable_rows = None if selection is None else selection.indices
-        pending = _Pending(update, update.indexed.indices, update.state, movable_rows)
+        pending = _Pending(update, update.indexed.indices, update.state, selection)
         if pending.indices is not None and not is_claimed:
             check_indices(pending.indices, pending.num_rows)
         self._pending.append(pending)
@@ -577,7 +593,7 @@ class StepCatchUp:
 
     def _rows_for(self, pending: _Pending) -> tuple[DeferredRows, int]:
         """The parameter's deferred rows, and how many were stale if all had to catch up."""
-        update, movable_rows, stale = pending.update, pending.movable_rows, 0
+        update, stale = pending.update, 0
         rows = self._deferred.get(id(update.key))
         if rows is None or rows.param is not update.key or rows.num_rows != pending.num_rows:
             return self._new_rows(pending), 0  # the parameter was replaced
@@ -585,14 +601,14 @@ class StepCatchUp:
         if state is None:
             return self._new_rows(pending), 0
         is_dense, matches = pending.indices is None, rows.matches(update.settings)
-        has_other_mask = rows.movable_rows is not movable_rows
+        has_other_mask = not rows.has_mask(pending.selection)
         if not matches or has_other_mask or rows.history.is_full or is_dense:
             # Under the rule whose updates are deferred, with its own state.
             caught_up = rows.catch_up_all(*as_real_rows(update.param, state), engine=self._engine)
             stale = caught_up if is_dense else 0  # a dense gradient: all rows were read
         if not matches:
             rows = rows.with_settings(update.settings)
-        rows.movable_rows = movable_rows
+        rows.set_mask(pending.selection)
         return rows, stale
 
     @staticmethod
@@ -604,7 +620,7 @@ class StepCatchUp:
         new = update.param_state is None or (update.settings.rule.counts_steps and not done)
         rows = DeferredRows(update.settings, pending.num_rows, done, new=new)
         rows.param = update.key
-        rows.movable_rows = pending.movable_rows
+        rows.set_mask(pending.selection)
         return rows
 
 

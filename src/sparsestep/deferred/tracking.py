@@ -162,14 +162,14 @@ class Tracking:
             torch.compiler.reset()
 
     def _hook_forward(self, module: nn.Module, *, own: bool) -> None:
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if hasattr(type(module), "rows_read"):
+            before: Any = self._before_declared_reads
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
             if not own:
                 return
-            before: Any = self._before_lookup
+            before = self._before_lookup
             if module.max_norm is not None:  # renormalizes the rows that it reads
                 self._undo.append(module.register_forward_hook(self._after_renorm).remove)
-        elif hasattr(type(module), "rows_read"):
-            before = self._before_declared_reads
         elif own:
             before = self._before_dense_read
         else:

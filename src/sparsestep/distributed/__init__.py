@@ -26,3 +26,7 @@ __all__ = [
     "save",
     "shard",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,13 +11,11 @@ There is no ``from __future__ import annotations``: TorchScript needs them as ty
 
 import warnings
 from collections.abc import Iterable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsestep._process import fork_safe_lock
 from sparsestep._torch import register_overlapped
@@ -75,42 +73,16 @@ def make_functional(
     _allow_empty_param_list: bool = False,
     **options: Any,
 ) -> Any:
-    """Make the functional optimizer that the caller can use.
+    """The optimizer, or for ``DistributedOptimizer`` one that TorchScript can compile.
 
-    Callers that pass ``_allow_empty_param_list`` work in Python and get the optimizer itself. Only
-    ``DistributedOptimizer`` does not: it has all its parameters from the beginning.
+    Only that one does not pass ``_allow_empty_param_list``: it has its parameters from the start.
     """
     optimizer = cls(params, *args, _allow_empty_param_list=_allow_empty_param_list, **options)
     if _allow_empty_param_list:
         return optimizer
-    return ScriptableOptimizer(_make_token(SharedOptimizer(optimizer)))
-
-
-class SharedOptimizer:
-    """An optimizer of parameters for which several trainers may have optimizers.
-
-    Each trainer's ``DistributedOptimizer`` has its own here, with its own state. Updates of one
-    parameter wait for each other nevertheless, so that none is lost.
-    """
-
-    _guard = fork_safe_lock()
-    _all_locks = WeakTensorKeyDictionary()
-
-    def __init__(self, optimizer: FunctionalOptimizer) -> None:
-        self._optimizer = optimizer
-        self._params = optimizer.param_group["params"]
-        locks = SharedOptimizer._all_locks
-        with SharedOptimizer._guard:
-            self._locks = {id(p): locks.setdefault(p, fork_safe_lock()) for p in self._params}
-
-    def step(self, gradients: list[Tensor | None]) -> None:
-        """Update every parameter whose gradient is not ``None``."""
-        pairs = zip(self._params, gradients, strict=False)
-        with ExitStack() as stack:
-            # All threads take the locks in the same order.
-            for key in sorted({id(param) for param, grad in pairs if grad is not None}):
-                stack.enter_context(self._locks[key])
-            self._optimizer.step(gradients)
+    token = torch.empty(0)  # scripted objects hold tensors, and this one keeps the optimizer alive
+    token.optimizer = optimizer  # type: ignore[attr-defined]
+    return ScriptableOptimizer(token)
 
 
 class ScriptableOptimizer:
@@ -120,20 +92,17 @@ class ScriptableOptimizer:
         self.token = token
 
     def step(self, gradients: list[Tensor | None]) -> None:
-        """Update every parameter whose gradient is not ``None``."""
         _call_step(self.token, gradients)
 
 
-def _make_token(shared: SharedOptimizer) -> Tensor:
-    """A tensor that a scripted object can hold and that keeps the optimizer alive."""
-    token = torch.empty(0)
-    token.shared = shared  # type: ignore[attr-defined]
-    return token
+# Several trainers may have optimizers of one parameter: as in torch, one steps at a time.
+_lock = fork_safe_lock()
 
 
 @torch.jit.ignore
 def _call_step(token: Tensor, gradients: list[Tensor | None]) -> None:
-    token.shared.step(gradients)  # type: ignore[attr-defined]
+    with _lock:
+        token.optimizer.step(gradients)  # type: ignore[attr-defined]
 
 
 class OverlappedOptimizer:
@@ -156,7 +125,6 @@ class OverlappedOptimizer:
         self._params = None if params is None else set(params)
 
     def register_ddp(self, ddp: Any) -> None:
-        """Update each parameter of the model when its gradient has been reduced."""
         # In the model's order, not that of gradients: the bits of stochastic rounding depend on a
         # parameter's number, and must be the same in every process.
         for param in ddp.module.parameters():

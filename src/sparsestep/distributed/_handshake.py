@@ -12,18 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsestep.distributed.collectives import (
-    Collectives,
-    describe_failure,
-    raise_failure,
-    status_of,
-)
+from sparsestep.distributed.collectives import Collectives, describe_failure, status_of
 from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, is_out_of_memory, message
 
@@ -39,16 +34,13 @@ _MAX_SHOWN = 3
 
 
 class ExchangeKind(IntEnum):
-    """The purpose of an exchange."""
-
     LOOKUP = 1
     EXCHANGE_GRADS = 2
     NORM = 3
     VOCABULARY_LOOKUP = 4
-    LOAD = 5
-    GROW = 6
-    MERGE = 7
-    EXPORT = 8
+    GROW = 5
+    MERGE = 6
+    EXPORT = 7
 
 
 _DESCRIPTIONS = {
@@ -56,7 +48,6 @@ _DESCRIPTIONS = {
     ExchangeKind.EXCHANGE_GRADS: "needs gradients, as step() and clipping do",
     ExchangeKind.NORM: "clips gradients",
     ExchangeKind.VOCABULARY_LOOKUP: "looks up ids of {}",
-    ExchangeKind.LOAD: "loads a checkpoint of {}",
     ExchangeKind.GROW: "grows {}",
     ExchangeKind.MERGE: "merges ids of {} with others",
     ExchangeKind.EXPORT: "exports {}",
@@ -100,19 +91,13 @@ class PeerStatus:
         return self._of[name]
 
     def describe(self, rank: int, names: list[str]) -> str:
-        """Describe the operation of a rank."""
         table, operation = self["table"][rank], self["operation"][rank]
         name = (repr(names[table]) if names[table] else "the table") if table >= 0 else "tables"
         return _DESCRIPTIONS[ExchangeKind(operation)].format(name)
 
 
 def digest(facts: Facts) -> int:
-    """A number that differs if facts do, and is not 0 unless there are none.
-
-    Example:
-        >>> digest({}), digest({"lr": "0.1"}) == digest({"lr": "0.2"})
-        (0, False)
-    """
+    """A number that differs if facts do, and is not 0 unless there are none."""
     if not facts:
         return 0
     code = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).digest()
@@ -165,11 +150,7 @@ def compare_facts(
     collectives: Collectives, facts: Facts, requirement: str, error: BaseException | None = None
 ) -> None:
     """Raise on every rank if one has an error, or facts differ."""
-    row = [status_of(error), digest(facts)]
-    outgoing = certain(lambda: torch.tensor(row).repeat(collectives.world_size, 1))
-    incoming = collectives.all_to_all_rows(outgoing)
-    statuses, digests = certain(lambda: incoming.t().tolist())
-    raise_failure(statuses, error)
+    digests = collectives.check(error, digest(facts))
     if len(set(digests)) > 1:
         raise _different_facts(collectives, facts, requirement)
 
@@ -197,34 +178,18 @@ def _different_facts(collectives: Collectives, facts: Facts, requirement: str) -
 # Checkpoints
 
 
-class Failure(NamedTuple):
-    """An error as other ranks see it."""
-
-    kind: type[Exception]  # MemoryError, OSError or InputError
-    message: str
-    errno: int | None = None
-
-    @staticmethod
-    def of(error: BaseException) -> Failure:
-        """Describe an error.
-
-        Example:
-            >>> Failure.of(OSError(28, "No space left on device")).raised_by(1)
-            OSError(28, 'rank 1: No space left on device')
-        """
-        if isinstance(error, MemoryError):
-            return Failure(MemoryError, str(error))
-        if isinstance(error, OSError):
-            where = "" if error.filename is None else f": {error.filename!r}"
-            return Failure(OSError, f"{error.strerror or error}{where}", error.errno)
-        if isinstance(error, InputError):
-            return Failure(InputError, str(error))
-        return Failure(InputError, f"{type(error).__name__}: {error}".rstrip(": "))
-
-    def raised_by(self, rank: int) -> Exception:
-        """The error that the other ranks raise."""
-        text = f"rank {rank}: {self.message}"
-        return self.kind(text) if self.errno is None else self.kind(self.errno, text)
+def failure_of(rank: int, error: BaseException) -> Exception:
+    """The error that other ranks raise for that of a rank."""
+    text = f"rank {rank}: {error}"
+    if isinstance(error, MemoryError):
+        return MemoryError(text)
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f": {error.filename!r}"
+        text = f"rank {rank}: {error.strerror or error}{where}"
+        return OSError(text) if error.errno is None else OSError(error.errno, text)
+    if not isinstance(error, InputError):
+        text = f"rank {rank}: {type(error).__name__}: {error}".rstrip(": ")
+    return InputError(text)
 
 
 class Peers:
@@ -251,19 +216,16 @@ class Peers:
     def agree(self, error: BaseException | None, undo: Callable[[], None] | None = None) -> None:
         """Raise if any rank has an error; all ranks call it.
 
-        Args:
-            error: the error of this rank, which it raises itself.
-            undo: called before raising. It is not called if the ranks lose contact: the others may
-                have gone on.
+        ``undo`` is called before, but not if ranks lose contact: the others may have gone on.
         """
-        failures = self.gather(None if error is None else Failure.of(error))
+        failures = self.gather(None if error is None else failure_of(self.rank, error))
         if undo is not None and any(failures):
             undo()
         if error is not None:
             raise error
-        for rank, failure in enumerate(failures):
+        for failure in failures:
             if failure is not None:
-                raise failure.raised_by(rank)
+                raise failure
 
     @contextmanager
     def agreeing(self, undo: Callable[[], None] | None = None) -> Iterator[None]:
@@ -280,15 +242,10 @@ class Peers:
         if self.rank in failures:
             return as_documented(failures[self.rank][0])
         rank, (error, _) = next(iter(failures.items()))
-        return Failure.of(as_documented(error)).raised_by(rank)
+        return failure_of(rank, as_documented(error))
 
 
 def as_documented(error: BaseException) -> BaseException:
-    """Torch's error for a failed allocation as a ``MemoryError``; any other unchanged.
-
-    Example:
-        >>> as_documented(RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"))
-        MemoryError("DefaultCPUAllocator: can't allocate memory: 8 bytes")
-    """
+    """Torch's error for a failed allocation as a ``MemoryError``; any other unchanged."""
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, InputError)
     return MemoryError(str(error)) if is_torchs and is_out_of_memory(error) else error

@@ -42,19 +42,10 @@ def split_by_owner(
         dtype: of the owners' row numbers.
         needs_order: whether to return ``order``.
         to_all_ranks: whether every rank gets a part of every bag, even an empty one.
-
-    Example:
-        >>> ids, offsets = torch.tensor([5, 4, 2, 3]), torch.tensor([0, 3, 4])
-        >>> split = split_by_owner(ids, offsets, 2, torch.int32)
-        >>> split.rows.tolist(), split.ids_per_rank, split.order.tolist()
-        ([2, 1, 2, 1], [2, 2], [1, 2, 0, 3])
-        >>> split.bags.tolist(), split.lengths.tolist(), split.parts_per_rank
-        ([0, 0, 1], [2, 1, 1], [1, 2])
     """
+    assert ext is not None
     ids, count = ids.long().contiguous(), len(ids)
     offsets = torch.arange(count + 1) if offsets is None else offsets.contiguous()
-    if ext is None:
-        return _split_by_owner_torch(ids, offsets, world_size, dtype, to_all_ranks=to_all_ranks)
     rows = torch.empty(count, dtype=dtype)
     order = torch.empty(count if needs_order else 0, dtype=torch.int64)
     bags = torch.empty(0 if to_all_ranks else count, dtype=torch.int64)
@@ -73,68 +64,23 @@ def split_by_owner(
     return BagSplit(rows, ids_per_rank, order, bags[:total], lengths[:total], parts_per_rank)
 
 
-def _split_by_owner_torch(
-    ids: Tensor, offsets: Tensor, world_size: int, dtype: torch.dtype, *, to_all_ranks: bool = False
-) -> BagSplit:
-    owners = ids % world_size
-    order = torch.argsort(owners, stable=True)
-    num_bags = len(offsets) - 1
-    bag_of_id = torch.repeat_interleave(offsets.diff(), output_size=len(ids))
-    parts, lengths = torch.unique_consecutive(
-        owners[order] * num_bags + bag_of_id[order], return_counts=True
-    )
-    rows = ids[order].div(world_size, rounding_mode="floor").to(dtype)
-    ids_per_rank = torch.bincount(owners, minlength=world_size).tolist()
-    if to_all_ranks:
-        all_lengths = torch.zeros(world_size * num_bags, dtype=torch.int32)
-        all_lengths[parts] = lengths.int()
-        counts = [num_bags] * world_size
-        return BagSplit(rows, ids_per_rank, order, parts[:0], all_lengths, counts)
-    owner_of_part = parts.div(max(num_bags, 1), rounding_mode="floor")
-    parts_per_rank = torch.bincount(owner_of_part, minlength=world_size).tolist()
-    bags = parts % max(num_bags, 1)
-    return BagSplit(rows, ids_per_rank, order, bags, lengths.int(), parts_per_rank)
-
-
 def unique_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Each id once, and for each id the index of its one.
-
-    Args:
-        ids: rows of a table.
-        rows: the number of rows of the table.
-
-    Example:
-        >>> unique, inverse = unique_ids(torch.tensor([5, 3, 5]), 10)
-        >>> torch.equal(unique[inverse], torch.tensor([5, 3, 5])), len(unique)
-        (True, 2)
-    """
+    """Distinct ids, and the index of each id among them; all are below ``rows``."""
+    assert ext is not None
     ids = ids.long().contiguous()
-    if ext is None:
-        unique, inverse = torch.unique(ids, return_inverse=True)
-        return unique, inverse
     unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
     return unique[: ext.unique(ids, rows, unique, inverse)], inverse
 
 
 def sum_duplicates(values: Tensor, inverse: Tensor, count: int) -> Tensor:
-    """Sum the rows with the same index; half precision is rounded once.
-
-    Example:
-        >>> sum_duplicates(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1, 0, 1]), 2).tolist()
-        [[2.0], [4.0]]
-    """
+    """Sum the rows with the same index; half precision is rounded once."""
     wide = values.float() if values.dtype in HALF_DTYPES else values
     sums = wide.new_zeros(count, *wide.shape[1:])
     return sums.index_add_(0, inverse, wide).to(values.dtype)
 
 
 def split_by_rank(tensor: Tensor, counts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank's non-empty slice.
-
-    Example:
-        >>> list(split_by_rank(torch.tensor([1, 2, 3]), [2, 0, 1]))
-        [(0, tensor([1, 2])), (2, tensor([3]))]
-    """
+    """Yield each rank's non-empty slice."""
     begin, total = 0, len(tensor)
     for rank, count in enumerate(counts):
         if count:
@@ -143,13 +89,7 @@ def split_by_rank(tensor: Tensor, counts: Sequence[int]) -> Iterator[tuple[int, 
 
 
 def concat(pieces: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-    """Concatenate. A single non-empty piece is returned without a copy, whatever its dtype.
-
-    Example:
-        >>> whole = torch.ones(3)
-        >>> concat([whole[:0], whole]) is whole, concat([whole, whole]).shape
-        (True, torch.Size([6]))
-    """
+    """Concatenate. A single non-empty piece is returned without a copy, whatever its dtype."""
     some = [each for each in pieces if each.numel()] or pieces[:1]
     if len(some) == 1:
         return some[0]
@@ -162,7 +102,6 @@ def concat(pieces: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor
 
 
 def pack_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of tensors, one after the other."""
     pieces = [as_bytes(each) for each in tensors if each.numel()]
     if len(pieces) == 1:
         return pieces[0]
@@ -178,35 +117,20 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class BufferReader:
-    """Reads tensors from a message, in the order in which they were sent.
+    """Reads the tensors of a message. One in a shared buffer is copied as it is read."""
 
-    Example:
-        >>> reader = BufferReader(torch.tensor([1, 0, 0, 0, 7], dtype=torch.uint8))
-        >>> reader.read(1, torch.int32), reader.read(1, torch.uint8)
-        (tensor([1], dtype=torch.int32), tensor([7], dtype=torch.uint8))
-    """
-
-    def __init__(self, message: Tensor) -> None:
+    def __init__(self, message: Tensor, *, is_shared: bool = False) -> None:
         self._message = message
+        self._is_shared = is_shared
         self._offset = 0
 
     def read(self, count: int, dtype: torch.dtype) -> Tensor:
-        """The next ``count`` elements."""
         size = count * dtype.itemsize
-        if not count:
-            return torch.empty(0, dtype=dtype)
         piece = self._message.narrow(0, self._offset, size)
         self._offset += size
-        if piece.storage_offset() % dtype.itemsize:  # unaligned
+        if self._is_shared or piece.storage_offset() % dtype.itemsize:  # or unaligned
             piece = piece.clone()
         return piece.view(dtype)
-
-
-def read_all(
-    readers: Sequence[BufferReader], counts: Sequence[int], dtype: torch.dtype
-) -> list[Tensor]:
-    """The next elements of each rank's message."""
-    return [reader.read(count, dtype) for reader, count in zip(readers, counts, strict=True)]
 
 
 class LocalReader(BufferReader):
@@ -216,7 +140,6 @@ class LocalReader(BufferReader):
         self._tensors = iter([each for each in tensors if each.numel()])
 
     def read(self, count: int, dtype: torch.dtype) -> Tensor:
-        """The next tensor, flat."""
         if not count:
             return torch.empty(0, dtype=dtype)
         found = next(self._tensors).reshape(-1)
@@ -224,12 +147,8 @@ class LocalReader(BufferReader):
         return found
 
 
-class FailedReader(BufferReader):
-    """Stands for a message that this rank had no memory to copy: reading it raises."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def read(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Raise."""
-        raise self._error
+def read_all(
+    readers: Sequence[BufferReader], counts: Sequence[int], dtype: torch.dtype
+) -> list[Tensor]:
+    """The next elements of each rank's message."""
+    return [reader.read(count, dtype) for reader, count in zip(readers, counts, strict=True)]

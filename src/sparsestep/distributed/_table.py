@@ -72,7 +72,6 @@ class ShardedTable:
 
     @property
     def has_rows(self) -> bool:
-        """Whether this rank has rows of it."""
         return self.placement.has_rows(self.collectives.rank)
 
     @property
@@ -82,13 +81,11 @@ class ShardedTable:
 
     @property
     def id_dtype(self) -> torch.dtype:
-        """The dtype of ids on the wire."""
-        rows = self.placement.max_local_rows(self.collectives.world_size)
-        return torch.int32 if rows < _INT32_ROWS else torch.int64
+        max_local_rows = -(-self.rows // self.row_stride)
+        return torch.int32 if max_local_rows < _INT32_ROWS else torch.int64
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row on the wire."""
         return self.dim * self.weight.dtype.itemsize
 
     @property
@@ -107,12 +104,10 @@ class ShardedTable:
         return self.placement.local_row(self.padding_idx, ranks.rank, ranks.world_size)
 
     def local_shard(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor with one entry per row of the table."""
         ranks = self.collectives
         return self.placement.local_shard(whole, ranks.rank, ranks.world_size)
 
     def check_supported(self, module: EmbeddingModule) -> None:
-        """Raise if the table cannot be sharded."""
         weight = module.weight
         who = f"shard: {self.name!r}" if self.name else "shard: the table"
         if has_mapped_memory(weight):
@@ -145,7 +140,6 @@ class ShardedTable:
             self.local_weight[self.local_padding_idx] = 0
 
     def build_local(self, module: Any) -> None:
-        """Make the module that looks up rows of the shard."""
         padding = self.local_padding_idx
         options: dict[str, Any] = {
             "padding_idx": None if padding < 0 else padding,
@@ -165,7 +159,6 @@ class ShardedTable:
         self.local = local
 
     def keep_local_shard(self, module: Any) -> None:
-        """Replace the module's weight by the shard."""
         self.weight.grad = None
         self.weight.data = self.local_weight
         if module.weight is not self.weight:
@@ -186,9 +179,7 @@ class ShardedTable:
             weights = None if weights is None else weights.unsqueeze(1)
             rows = self.local(ids.unsqueeze(1), None, weights)
         else:
-            offsets = torch.zeros(len(lengths) + 1, dtype=ids.dtype)
-            torch.cumsum(lengths, 0, out=offsets[1:])
-            rows = self.local(ids, offsets, weights)
+            rows = self.local(ids, offsets_of(lengths), weights)
         return rows
 
     def catch_up(self, rows: Tensor) -> None:
@@ -196,6 +187,13 @@ class ShardedTable:
         assert self.local is not None
         if is_watched(self.local):
             self.lookup(rows, None, None)
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Where each bag begins, and where the last one ends."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
 
 
 def _shape_only_module(module: EmbeddingModule, name: str) -> Any:
@@ -243,10 +241,7 @@ class TableGroup:
         sequence: the number of lookups; that of the next handle.
         pending: the handles of this rank whose gradient may still come.
         served: the lookups that this rank has answered, by sequence number.
-        grads: exchanges gradients. Held here, because parameters refer to it weakly.
     """
-
-    grads: object
 
     def __init__(
         self, collectives: Collectives, tables: Sequence[ShardedTable], max_tables: int
@@ -260,12 +255,10 @@ class TableGroup:
         self.served: dict[int, ServedLookup] = {}
 
     def status(self, operation: ExchangeKind, table: ShardedTable | None = None) -> Status:
-        """The status of this rank at the start of an exchange."""
         index = -1 if table is None else table.index
         return Status(operation, index, self.sequence, min(self.pending, default=self.sequence))
 
     def new_counts(self) -> Tensor:
-        """Zeros: a row of numbers for each rank."""
         return torch.zeros(self.collectives.world_size, self.num_counts, dtype=torch.int64)
 
     def handshake(

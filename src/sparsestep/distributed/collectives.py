@@ -18,10 +18,10 @@ from torch import Tensor
 from sparsestep._torch import group_timeout
 from sparsestep.distributed._packing import (
     BufferReader,
-    FailedReader,
     LocalReader,
     as_bytes,
     pack_bytes,
+    read_all,
 )
 from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, is_out_of_memory
@@ -49,14 +49,7 @@ _FAILURES = {
 
 
 class Caught:
-    """Catches the error of a block, so that other ranks can be told before it is raised.
-
-    Example:
-        >>> with Caught() as caught:
-        ...     raise ValueError("bad ids")
-        >>> caught.error
-        ValueError('bad ids')
-    """
+    """Catches the error of a block, so that other ranks can be told before it is raised."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error: BaseException | None = error  # the first one
@@ -70,12 +63,7 @@ class Caught:
 
 
 def status_of(error: BaseException | None) -> int:
-    """The status that a rank reports to the others; 0 if it has no error.
-
-    Example:
-        >>> status_of(None), describe_failure(status_of(MemoryError()))
-        (0, 'ran out of memory')
-    """
+    """The status that a rank reports to the others; 0 if it has no error."""
     if error is None:
         return _OK
     if isinstance(error, InputError):
@@ -100,27 +88,10 @@ def raise_failure(statuses: Sequence[int], error: BaseException | None) -> None:
             raise InputError(f"{what}. Nothing has changed on any rank.")
 
 
-def new_group_like(parent: ProcessGroup | None, backend: str | None = None) -> ProcessGroup:
-    """Create a process group with the ranks and the timeout of another one.
-
-    Collectives in the new group do not wait for those in the parent. All ranks of the parent call
-    this function; other ranks do not take part.
-
-    Args:
-        parent: the other group; ``None`` for the default group.
-        backend: the backend of the new group; by default the one of the default group.
-    """
-    timeout = group_timeout(dist.group.WORLD if parent is None else parent)
-    group: ProcessGroup
-    if parent is None or parent is dist.group.WORLD:
-        group = dist.new_group(timeout=timeout, backend=backend)
-    else:
-        group = dist.new_group(
-            dist.get_process_group_ranks(parent),
-            timeout=timeout,
-            backend=backend,
-            use_local_synchronization=True,
-        )
+def new_group(backend: str | None = None) -> ProcessGroup:
+    """A group of all ranks whose collectives do not wait for those of the default group."""
+    timeout = group_timeout(dist.group.WORLD)
+    group: ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
     return group
 
 
@@ -137,22 +108,16 @@ class Collectives:
     """The ranks of a process group; without one, this process alone.
 
     Attributes:
-        rank: of this process.
-        world_size: the number of ranks.
-        group: the process group.
         is_lost: whether an exchange has failed half-way, for example after a timeout: ranks are no
             longer in step, so there is no way to tell the others.
     """
 
-    rank: int
-    world_size: int
-    group: ProcessGroup | None
     is_lost: bool = False
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.group: ProcessGroup | None = group
+        self.rank: int = 0 if group is None else dist.get_rank(group)
+        self.world_size: int = 1 if group is None else dist.get_world_size(group)
         self._allocate_buffers()
 
     def _allocate_buffers(self) -> None:
@@ -162,12 +127,7 @@ class Collectives:
         self._incoming = torch.empty(size, dtype=torch.uint8)
 
     def all_to_all_rows(self, outgoing: Tensor) -> Tensor:
-        """Send row ``r`` of a matrix to rank ``r``; get a row from each.
-
-        Example:
-            >>> Collectives(None).all_to_all_rows(torch.tensor([[1, 2]]))
-            tensor([[1, 2]])
-        """
+        """Send row ``r`` of a matrix to rank ``r``; get a row from each."""
         if self.world_size == 1:
             return outgoing
         incoming = certain(lambda: torch.empty_like(outgoing))
@@ -188,11 +148,15 @@ class Collectives:
             self.is_lost = True
             raise
 
-    def check(self, error: BaseException | None) -> None:
-        """Raise on every rank if one has an error."""
-        status = status_of(error)
-        statuses = self.all_to_all_rows(certain(lambda: torch.full((self.world_size, 1), status)))
-        raise_failure(certain(lambda: statuses.flatten().tolist()), error)
+    def check(self, error: BaseException | None, number: int = 0) -> list[int]:
+        """The numbers of all ranks; raises on every rank if one has an error."""
+        row = [status_of(error), number]
+        outgoing = certain(lambda: torch.tensor(row).repeat(self.world_size, 1))
+        incoming = self.all_to_all_rows(outgoing)
+        statuses, numbers = certain(lambda: incoming.t().tolist())
+        raise_failure(statuses, error)
+        found: list[int] = numbers
+        return found
 
     def all_to_all(
         self,
@@ -203,7 +167,8 @@ class Collectives:
     ) -> list[BufferReader]:
         """Send tensors to each rank; return a reader per rank. A rank's own tensors are not sent.
 
-        Atomic: if one rank raises before its messages are sent, all do.
+        Atomic: if one rank raises before its messages are sent, all do. Messages have to be read
+        before the next transfer.
 
         Args:
             outgoing: for each rank, contiguous tensors, or a function that returns them. What the
@@ -211,12 +176,6 @@ class Collectives:
             incoming_sizes: bytes from each rank.
             max_bytes: the most bytes that any rank sends another; the same on all ranks.
             outgoing_sizes: bytes to each rank; required if ``outgoing`` is a function.
-
-        Example:
-            >>> message = [torch.ones(2), torch.zeros(1)]
-            >>> (reader,) = Collectives(None).all_to_all([message], [12], 12)
-            >>> reader.read(2, torch.float32)
-            tensor([1., 1.])
         """
         if not callable(outgoing):
             made = outgoing
@@ -258,12 +217,9 @@ class Collectives:
         starts = _message_starts(incoming_sizes)
         ends = [begin + size for begin, size in zip(starts, incoming_sizes, strict=True)]
         raise_failure(certain(lambda: [int(self._incoming[end]) for end in ends]), caught.error)
-        readers: list[BufferReader] = []
-        try:
-            for begin, end in zip(starts, ends, strict=True):
-                readers.append(BufferReader(self._incoming[begin:end].clone()))
-        except BaseException as raised:  # a transfer may follow: the error is raised by read()
-            return [FailedReader(raised)] * self.world_size
+        spans = list(zip(starts, ends, strict=True))
+        buffer = self._incoming
+        readers = certain(lambda: [BufferReader(buffer[b:e], is_shared=True) for b, e in spans])
         readers[self.rank] = LocalReader(own)
         return readers
 
@@ -313,44 +269,47 @@ class Collectives:
                 chunk.copy_(piece)
 
     def all_gather_texts(self, text: str) -> list[str]:
-        """Send a text to all ranks; get one from each.
-
-        Example:
-            >>> Collectives(None).all_gather_texts("lr=0.1")
-            ['lr=0.1']
-        """
+        """The texts of all ranks."""
         message = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = self.all_to_all_rows(torch.full((self.world_size, 1), len(message)))
-        counts: list[int] = sizes.flatten().tolist()
+        counts = self.check(None, len(message))
         readers = self.all_to_all([[message]] * self.world_size, counts, max(counts))
-        return [
-            bytes(reader.read(count, torch.uint8).tolist()).decode()
-            for reader, count in zip(readers, counts, strict=True)
-        ]
+        pieces = read_all(readers, counts, torch.uint8)
+        return [bytes(each.tolist()).decode() for each in pieces]
 
     def scatter_rows(self, rows: Tensor, ranks: Tensor) -> ScatteredRows:
-        """Send each row of a contiguous tensor to a rank.
-
-        Example:
-            >>> rows, ranks = torch.tensor([[7], [8]]), torch.tensor([0, 0])
-            >>> Collectives(None).scatter_rows(rows, ranks).pieces
-            [tensor([[7],
-                    [8]])]
-        """
+        """Send each row of a contiguous tensor to a rank."""
         counts: list[int] = ranks.bincount(minlength=self.world_size).tolist()
         numbers = torch.tensor([[count, max(counts)] for count in counts])
         incoming = self.all_to_all_rows(numbers).tolist()
         max_count = max(largest for _, largest in incoming)
-        order, shape = ranks.argsort(stable=True), rows.shape[1:]
-        row_bytes = shape.numel() * rows.dtype.itemsize
-        pieces = [[piece] for piece in rows[order].split(counts)]
-        sizes = [count * row_bytes for count, _ in incoming]
-        readers = self.all_to_all(pieces, sizes, max_count * row_bytes)
-        received = [
-            reader.read(count * shape.numel(), rows.dtype).view(count, *shape)
-            for reader, (count, _) in zip(readers, incoming, strict=True)
+        order = ranks.argsort(stable=True)
+        received = [count for count, _ in incoming]
+        pieces = self.exchange_rows(
+            lambda: rows[order].split(counts), counts, received, max_count, rows[:0]
+        )
+        return ScatteredRows(pieces, counts, order, max_count)
+
+    def exchange_rows(
+        self,
+        outgoing: Callable[[], Sequence[Tensor]],
+        outgoing_counts: Sequence[int],
+        incoming_counts: Sequence[int],
+        max_count: int,
+        like: Tensor,
+    ) -> list[Tensor]:
+        """Send rows with the shape and dtype of ``like`` to each rank; return those of each."""
+        width, shape, dtype = like.shape[1:].numel(), like.shape[1:], like.dtype
+        row_bytes = width * dtype.itemsize
+        readers = self.all_to_all(
+            lambda: [[piece] for piece in outgoing()],
+            incoming_sizes=[count * row_bytes for count in incoming_counts],
+            max_bytes=max_count * row_bytes,
+            outgoing_sizes=[count * row_bytes for count in outgoing_counts],
+        )
+        pieces = read_all(readers, [count * width for count in incoming_counts], dtype)
+        return [
+            piece.view(count, *shape) for piece, count in zip(pieces, incoming_counts, strict=True)
         ]
-        return ScatteredRows(received, counts, order, max_count)
 
 
 def _message_starts(sizes: Sequence[int]) -> list[int]:

@@ -32,22 +32,49 @@ from sparsestep.grads.exchange import PendingGrad, dense_grad_error, register, s
 from sparsestep.grads.indexed import IndexedGrad
 
 
-class ShardedGradSource:
-    """The gradient source of the tables of one ``shard()`` call."""
+class ShardedGradSource(TableGroup):
+    """The tables of one ``shard()`` call, as the source of their gradients."""
 
-    def __init__(self, group: TableGroup) -> None:
-        self.index: int = group.index
-        self._group = group
-        self.collectives: Collectives = group.collectives
-        self._tables: dict[int, ShardedTable] = {}  # by weight; the first one, if several share it
-        for table in group.tables:
-            self._tables.setdefault(id(table.weight), table)
+    def __init__(
+        self, collectives: Collectives, tables: Sequence[ShardedTable], max_tables: int
+    ) -> None:
+        super().__init__(collectives, tables, max_tables)
+        self._by_weight: dict[int, ShardedTable] = {}  # the first one, if several share it
+        for table in tables:
+            self._by_weight.setdefault(id(table.weight), table)
             register(table.weight, self)
 
     @torch.no_grad()
     def exchange_grads(self, facts: Facts, error: BaseException | None = None) -> ExchangedGrads:
         """Exchange all pending gradients; ranks have to agree before any of them uses these."""
-        return exchange_grads(self._group, facts, error)
+        world_size, tables = self.collectives.world_size, self.tables
+        status, counts = self.status(ExchangeKind.EXCHANGE_GRADS), None
+        outgoing: list[OutgoingGrad] = []
+        headers = torch.empty(0, dtype=torch.int64)
+        sizes = [0] * world_size
+        frozen = ", ".join(repr(t.name) for t in tables if not t.weight.requires_grad) or "none"
+        with Caught(error) as caught:
+            outgoing = collect_pending(tables)
+            numbers = [number for each in outgoing for number in each.header()]
+            headers = torch.tensor(numbers, dtype=torch.int64)
+            sizes = [sum(each.nbytes_for(rank) for each in outgoing) for rank in range(world_size)]
+            status.value, status.max_bytes = len(outgoing), max(sizes)
+            counts = self.new_counts()
+            if len(headers) <= self.num_counts:
+                counts[:, : len(headers)] = headers
+        peers = self.handshake(status, counts, caught.error, {**facts, "frozen tables": frozen})
+        read: Callable[[], dict[tuple[int, int], ReceivedGrad]] = dict
+        announced: list[list[GradHeader]] = []
+        if any(peers["value"]):
+            announced = _all_headers(self, peers, headers)
+            read = _send_grads(self, outgoing, announced, max(peers["max_bytes"]), sizes)
+        exchanged = ExchangedGrads(tables)
+        with exchanged:
+            for index, grads in _received_grads(self, announced, read()).items():
+                _assign_grad(tables[index], grads)
+            for weight in _weights(tables):
+                _remove_placeholder(weight)
+        return exchanged
 
     def agree(self, error: BaseException | None) -> None:
         """Raise on every rank if one has an error."""
@@ -60,17 +87,17 @@ class ShardedGradSource:
 
     def name_of(self, param: Tensor) -> str | None:
         """The name of the table that has a parameter, if it is one of these."""
-        table = self._tables.get(id(param))
+        table = self._by_weight.get(id(param))
         return None if table is None else repr(table.name) if table.name else "the table"
 
     def is_sharded(self, param: Tensor) -> bool:
         """Whether other ranks have other rows of a parameter."""
-        table = self._tables.get(id(param))
+        table = self._by_weight.get(id(param))
         return table is not None and table.placement.is_sharded and self.collectives.world_size > 1
 
     def row_layout(self, param: Tensor) -> tuple[int, int]:
         """Row stride and offset of this rank's shard."""
-        table = self._tables.get(id(param))
+        table = self._by_weight.get(id(param))
         stride = 1 if table is None else table.row_stride
         return (stride, self.collectives.rank) if stride > 1 else (1, 0)
 
@@ -79,9 +106,9 @@ class ShardedGradSource:
         if not order > 0:
             requirement = "clip_grad_norm_: with sharded tables norm_type must be greater than 0"
             raise InputError(message(requirement, order))
-        status = self._group.status(ExchangeKind.NORM)
+        status = self.status(ExchangeKind.NORM)
         status.value = int(norm.double().view(torch.int64))  # its bits
-        values = self._group.handshake(status, None)["value"]
+        values = self.handshake(status, None)["value"]
         norms = torch.tensor(values).view(torch.float64)
         if math.isinf(order):
             return norms.max()
@@ -158,39 +185,6 @@ def _weights(tables: Sequence[ShardedTable]) -> list[Tensor]:
 
 def _snapshot(grad: Tensor | None) -> dict[str, Any]:
     return grad.snapshot() if isinstance(grad, CompactGrad) else {}
-
-
-def exchange_grads(
-    group: TableGroup, facts: Facts, error: BaseException | None = None
-) -> ExchangedGrads:
-    """See :meth:`ShardedGradSource.exchange_grads`."""
-    world_size, tables = group.collectives.world_size, group.tables
-    status, counts = group.status(ExchangeKind.EXCHANGE_GRADS), None
-    outgoing: list[OutgoingGrad] = []
-    headers = torch.empty(0, dtype=torch.int64)
-    sizes = [0] * world_size
-    frozen = ", ".join(repr(t.name) for t in tables if not t.weight.requires_grad) or "none"
-    with Caught(error) as caught:
-        outgoing = collect_pending(tables)
-        headers = torch.tensor([n for each in outgoing for n in each.header()], dtype=torch.int64)
-        sizes = [sum(each.nbytes_for(rank) for each in outgoing) for rank in range(world_size)]
-        status.value, status.max_bytes = len(outgoing), max(sizes)
-        counts = group.new_counts()
-        if len(headers) <= group.num_counts:
-            counts[:, : len(headers)] = headers
-    peers = group.handshake(status, counts, caught.error, {**facts, "frozen tables": frozen})
-    read: Callable[[], dict[tuple[int, int], ReceivedGrad]] = dict
-    announced: list[list[GradHeader]] = []
-    if any(peers["value"]):
-        announced = _all_headers(group, peers, headers)
-        read = _send_grads(group, outgoing, announced, max(peers["max_bytes"]), sizes)
-    exchanged = ExchangedGrads(tables)
-    with exchanged:
-        for index, grads in _received_grads(group, announced, read()).items():
-            _assign_grad(tables[index], grads)
-        for weight in _weights(tables):
-            _remove_placeholder(weight)
-    return exchanged
 
 
 def collect_pending(tables: Sequence[ShardedTable]) -> list[OutgoingGrad]:
@@ -303,7 +297,6 @@ def _received_grads(
     announced: Sequence[Sequence[GradHeader]],
     received: Mapping[tuple[int, int], ReceivedGrad],
 ) -> dict[int, list[IndexedGrad]]:
-    """The parts of the gradients of tables, by index of the table."""
     found: dict[int, list[IndexedGrad]] = {}
     # In the order of the first rank that has any: where all ranks run the same, that of all.
     for sequence in dict.fromkeys(each.sequence for headers in announced for each in headers):
@@ -386,7 +379,6 @@ def _assign_grad(table: ShardedTable, new: Sequence[IndexedGrad]) -> None:
 
 
 def _remove_placeholder(weight: Tensor) -> None:
-    """Remove a placeholder that no rank has filled."""
     grad = weight.grad
     if isinstance(grad, CompactGrad) and grad.has_pending_parts:
         grad.replace_parts(_exchanged_parts(grad))

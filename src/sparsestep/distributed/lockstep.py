@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparsestep._torch import tree_map_only, version_of
 from sparsestep.distributed._table import NUM_COUNTS
-from sparsestep.distributed.collectives import Collectives, new_group_like
+from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.distributed.lookup import (
     LookupRequest,
     PrefetchedIds,
@@ -166,12 +166,7 @@ _END: Any = object()
 
 
 def empty_batch(batch: Any) -> Any:
-    """An empty batch with the structure of another.
-
-    Example:
-        >>> empty_batch({"ids": torch.tensor([[3, 1], [4, 1]]), "name": "train"})
-        {'ids': tensor([], size=(0, 2), dtype=torch.int64), 'name': 'train'}
-    """
+    """An empty batch with the structure of another."""
     empty = getattr(batch, "empty", None)
     if callable(empty) and not isinstance(batch, Tensor):
         return empty()
@@ -196,7 +191,6 @@ def _all_gather_states(state: int, signature: int) -> tuple[list[int], bool]:
 
 
 def _broadcast_empty_batch(rank: int, batch: Any) -> Any:
-    """An empty batch with the structure of a rank's batches."""
     objects = [empty_batch(batch) if dist.get_rank() == rank else None]
     dist.broadcast_object_list(objects, src=rank)
     return objects[0]
@@ -206,13 +200,7 @@ def _broadcast_empty_batch(rank: int, batch: Any) -> Any:
 
 
 def iter_tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch, in lists, tuples, dicts and dataclasses.
-
-    Example:
-        >>> batch = {"ids": [torch.ones(3), torch.ones(2)], "name": "a"}
-        >>> [len(each) for each in iter_tensors(batch)]
-        [3, 2]
-    """
+    """Yield the tensors of a batch, in lists, tuples, dicts and dataclasses."""
     if isinstance(batch, Tensor):
         yield batch
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -241,10 +229,6 @@ class LookupCall(NamedTuple):
     module: Any
     arguments: Any  # with numbers of the batch's tensors in place of these
 
-    def bind(self, tensors: Sequence[Tensor]) -> Any:
-        """The arguments for another batch."""
-        return _map_tensors(self.arguments, lambda number: tensors[number])
-
 
 class PrefetchTask:
     """Sends the ids of all lookups of one batch."""
@@ -252,7 +236,7 @@ class PrefetchTask:
     def __init__(self, calls: Sequence[LookupCall], tensors: Sequence[Tensor], first: int) -> None:
         self._calls = list(calls)
         self._first = first
-        self._arguments: list[Any] = [call.bind(tensors) for call in calls]
+        self._arguments: list[Any] = [_map_tensors(c.arguments, tensors.__getitem__) for c in calls]
         self._versions = [[version_of(t) for t in iter_tensors(a)] for a in self._arguments]
         self.done: threading.Event = threading.Event()
         self._results: list[PrefetchedIds | None] = [None] * len(calls)
@@ -260,14 +244,6 @@ class PrefetchTask:
 
     def run(self, collectives: Collectives) -> None:
         """Send the ids of all calls. If any rank's input is invalid, no rank sends."""
-        try:
-            self._run(collectives)
-        except Exception as error:  # communication error: raised by the lookup that needs these ids
-            self.error = error
-        finally:
-            self.done.set()
-
-    def _run(self, collectives: Collectives) -> None:
         requests: list[list[LookupRequest]] = []
         is_invalid = 0
         try:
@@ -322,14 +298,12 @@ class IdPrefetcher:
     """Records the lookups of a batch, and sends the ids of the next one in a thread."""
 
     def __init__(self) -> None:
-        self._collectives = Collectives(new_group_like(None, backend="gloo"))
+        self._collectives = Collectives(new_group("gloo"))
         self._tensors: list[Tensor] = []  # of the current batch
         self._calls: list[LookupCall] = []  # of the current batch
         self._num_other_calls = 0  # lookups that got other tensors
-        self._expected: tuple[list[LookupCall], int] = (
-            [],
-            0,
-        )  # calls of a batch of so many tensors
+        self._expected: list[LookupCall] = []  # calls of the next batches
+        self._num_tensors = 0  # of a batch with these calls
         self._task: PrefetchTask | None = None  # of the current batch
         self._sequence = 1
         self._tasks: queue.SimpleQueue[PrefetchTask | None] = queue.SimpleQueue()
@@ -340,7 +314,12 @@ class IdPrefetcher:
 
     def _run_tasks(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task.run(self._collectives)
+            try:
+                task.run(self._collectives)
+            except Exception as error:  # raised by the lookup that needs these ids
+                task.error = error
+            finally:
+                task.done.set()
 
     def close(self) -> None:
         """End the thread."""
@@ -349,25 +328,23 @@ class IdPrefetcher:
 
     def signature(self, batch: Any) -> int:
         """A number that must be the same on all ranks to prefetch a batch; 0: no prefetching."""
-        calls, num_tensors = self._expected
-        if not calls or num_tensors != sum(1 for _ in iter_tensors(batch)):
+        if not self._expected or self._num_tensors != len(list(iter_tensors(batch))):
             return 0
-        keys = [(each.module.call_key, repr(each.arguments)) for each in calls]
+        keys = [(each.module.call_key, repr(each.arguments)) for each in self._expected]
         return zlib.crc32(repr(keys).encode()) + 1
 
     def submit(self, batch: Any) -> PrefetchTask:
         """Send the ids of the next batch; all ranks do."""
-        calls, _ = self._expected
-        task = PrefetchTask(calls, list(iter_tensors(batch)), self._sequence)
-        self._sequence += len(calls)
+        task = PrefetchTask(self._expected, list(iter_tensors(batch)), self._sequence)
+        self._sequence += len(self._expected)
         self._tasks.put(task)
         return task
 
     def record_calls(self) -> None:
         """Expect the lookups of the last batch from the next ones."""
         if self._calls:
-            self._expected = (self._calls, len(self._tensors))
-        elif self._num_other_calls and not self._expected[0]:
+            self._expected, self._num_tensors = self._calls, len(self._tensors)
+        elif self._num_other_calls and not self._expected:
             warn_once(
                 SlowWarning,
                 "lockstep: prefetch=1 sends nothing ahead, because no lookup got a tensor of the "

@@ -32,6 +32,7 @@ from sparsestep.distributed._table import (
     ServedLookup,
     ShardedTable,
     TableGroup,
+    offsets_of,
 )
 from sparsestep.distributed.collectives import Caught, Collectives
 from sparsestep.distributed.placement import BROADCAST_BAG_FACTOR, LENGTH_DTYPE
@@ -84,8 +85,7 @@ def lookup_request(
         check_ids(table.spec, table.spec.weight, ids)
         shape, dim = ids.shape, table.dim
         request = _request_rows(table, ids.reshape(-1), None)
-        combine = request.combine
-        request.combine = lambda rows: combine(rows).reshape(*shape, dim)
+        request.combine = lambda rows: rows.reshape(*shape, dim)
         return request
     bags = check_lookup(bag_lookup(table.spec, ids, offsets, per_sample_weights))
     if (
@@ -107,20 +107,15 @@ def _request_rows(table: ShardedTable, ids: Tensor, weights: Tensor | None) -> L
     may_dedup = table.order == "fast" and table.mode != "max" and not table.scale_grad_by_freq
     if may_dedup and weights is None and placement.is_sharded and world_size > 1:
         ids, inverse = unique_ids(ids, table.rows)
-    split = placement.split_ids(ids, world_size, table.id_dtype)
-    combine: Callable[[Tensor], Tensor] = _identity
-    if split.order is not None:
-        position = torch.empty_like(split.order)
-        position[split.order] = torch.arange(len(position))
-        weights = None if weights is None else weights[split.order]
-        if inverse is None:
-            combine = lambda rows: rows[position]  # noqa: E731
-        else:
-            inverse = position[inverse]
-    counts = split.ids_per_rank
-    return LookupRequest(
-        table, split.ids, counts, 1, None, counts, weights, combine, inverse=inverse
-    )
+    counts = placement.counts_to_owner(len(ids), world_size)
+    if table.row_stride > 1:
+        split = split_by_owner(ids, None, world_size, table.id_dtype)
+        ids, counts, order = split.rows, split.ids_per_rank, split.order
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(position))
+        weights = None if weights is None else weights[order]
+        inverse = position if inverse is None else position[inverse]
+    return LookupRequest(table, ids, counts, 1, None, counts, weights, _identity, inverse=inverse)
 
 
 def _identity(rows: Tensor) -> Tensor:
@@ -278,18 +273,10 @@ def exchange_ids(
     counts: Sequence[Sequence[int]],
     max_bytes: int,
 ) -> Callable[[], list[IncomingLookup | None]]:
-    """Send ids to their owners.
+    """Send ids to their owners, as many as ``own_counts`` says; ``counts`` are those of the others.
 
-    Args:
-        collectives: the ranks.
-        requests: of this rank.
-        own_counts: a row for each rank, of this rank's requests to it.
-        counts: a row for each rank, of its requests to this one.
-        max_bytes: the most bytes that any rank sends another.
-
-    Returns:
-        A function that reads the requests of all ranks, per table; ``None`` for replicated ones.
-        Other ranks wait for the rows, so an error must be reported to them.
+    Returns a function that reads the requests of all ranks, per table; ``None`` for replicated
+    ones. Other ranks wait for the rows, so an error must be reported to them.
     """
 
     def outgoing() -> list[list[Tensor]]:
@@ -396,18 +383,12 @@ def _core_lookup(
     if not table.is_bag or (request.length == 1 and padding < 0 and weights is None):
         mode = lookup.ROWS
     elif request.lengths is not None:
-        offsets = _offsets_from_lengths(request.lengths)
+        offsets = offsets_of(request.lengths)
     else:
         ids = ids.view(-1, request.length)
         weights = None if weights is None else weights.view(-1, request.length)
     has_grad = needs_grad and table.weight.requires_grad
     return Lookup(table.weight, ids, offsets, True, weights, mode, padding, has_grad)
-
-
-def _offsets_from_lengths(lengths: Tensor) -> Tensor:
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    return offsets
 
 
 def _from_core(
@@ -469,11 +450,7 @@ def sharded_lookup(
 ) -> list[Tensor]:
     """Look up rows in one or more tables; all ranks call it together.
 
-    Args:
-        group: the tables that were sharded together.
-        first: the table that messages name.
-        make_requests: returns a request per table. What it raises, all ranks raise.
-        prefetched: the requests, if their ids have been sent already.
+    What ``make_requests`` raises on one rank, all ranks raise; messages name the ``first`` table.
     """
     collectives = group.collectives
     status, counts = group.status(ExchangeKind.LOOKUP, first), group.new_counts()

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from sparsestep.distributed._packing import split_by_owner
 from sparsestep.errors import InputError, message
 
 PlacementKind: TypeAlias = Literal["tables", "rows", "copy"]
@@ -24,14 +23,6 @@ BROADCAST_BAG_FACTOR = 4
 # Larger sizes and numbers of ranks are mistakes, and would take forever to add up.
 _MAX_SIZE = 1 << 62
 MAX_WORLD_SIZE = 1 << 20
-
-
-class IdSplit(NamedTuple):
-    """Ids in the order of the ranks that own them."""
-
-    ids: Tensor  # as their owner numbers them
-    ids_per_rank: list[int]
-    order: Tensor | None  # which id each was; None: unchanged
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,13 @@ class Placement(ABC):
     is_sharded: ClassVar[bool] = True  # False: every rank has all rows
 
     def __post_init__(self) -> None:
-        check_table_size("Placement", self.name, self.rows, self.dim, self.item)
+        name: object = self.name
+        if not isinstance(name, str):
+            raise InputError(
+                message("Placement: name must be a string", f"a {type(name).__name__}")
+            )
+        for field, least in (("rows", 0), ("dim", 0), ("item", 1)):
+            check_int("Placement", field, getattr(self, field), least)
 
     @property
     def size(self) -> int:
@@ -148,21 +145,9 @@ class Placement(ABC):
         """The number of rows of the table from one row of a rank to its next."""
         return 1
 
-    def max_local_rows(self, world_size: int) -> int:
-        """The most rows that any rank has; it decides the dtype of ids on the wire."""
-        return self.rows
-
     def counts_to_owner(self, count: int, world_size: int) -> list[int]:
         """The number of ids, or bags, for each rank if no bag is split."""
         return [count]
-
-    def split_ids(self, ids: Tensor, world_size: int, dtype: torch.dtype) -> IdSplit:
-        """Sort ids by owner."""
-        return IdSplit(ids, self.counts_to_owner(len(ids), world_size), None)
-
-    def is_same_split(self, other: Placement) -> bool:
-        """Whether all ranks have the same rows of two tables."""
-        return self.kind == other.kind
 
 
 @dataclass(frozen=True)
@@ -210,9 +195,6 @@ class ByTable(Placement):
     def counts_to_owner(self, count: int, world_size: int) -> list[int]:
         return [count if rank == self.owner else 0 for rank in range(world_size)]
 
-    def is_same_split(self, other: Placement) -> bool:
-        return isinstance(other, ByTable) and self.owner == other.owner
-
 
 @dataclass(frozen=True)
 class ByRow(Placement):
@@ -255,15 +237,6 @@ class ByRow(Placement):
     def row_stride(self, world_size: int) -> int:
         return world_size
 
-    def max_local_rows(self, world_size: int) -> int:
-        return -(-self.rows // world_size)
-
-    def split_ids(self, ids: Tensor, world_size: int, dtype: torch.dtype) -> IdSplit:
-        if world_size == 1:
-            return IdSplit(ids, [len(ids)], None)
-        split = split_by_owner(ids, None, world_size, dtype)
-        return IdSplit(split.rows, split.ids_per_rank, split.order)
-
 
 @dataclass(frozen=True)
 class Replicated(Placement):
@@ -292,21 +265,11 @@ class Replicated(Placement):
             )
             raise InputError(message(requirement, "'copy'", remedy))
         if module.scale_grad_by_freq:
-            requirement = (
-                f"{who} has scale_grad_by_freq, which needs the ids of all ranks in one place"
-            )
+            requirement = f"{who} has scale_grad_by_freq, which needs all ranks' ids in one place"
             raise InputError(message(requirement, "'copy'", remedy))
 
 
 PLACEMENTS: dict[str, type[Placement]] = {each.kind: each for each in (ByTable, ByRow, Replicated)}
-
-
-def check_table_size(who: str, name: Any, rows: Any, dim: Any, item: Any) -> None:
-    """Raise if these cannot be the name and the sizes of a table."""
-    if not isinstance(name, str):
-        raise InputError(message(f"{who}: name must be a string", f"a {type(name).__name__}"))
-    for field, value, least in (("rows", rows, 0), ("dim", dim, 0), ("item", item, 1)):
-        check_int(who, field, value, least)
 
 
 def check_int(who: str, name: str, value: object, least: int, most: int = _MAX_SIZE) -> None:
@@ -331,14 +294,7 @@ def check_length(what: str, value: object) -> None:
 
 
 def hash_owner(ids: Tensor, world_size: int) -> Tensor:
-    """The rank that owns each id of a vocabulary: a hash of the id, modulo the number of ranks.
-
-    Example:
-        >>> from sparsestep.nn.vocabulary.id_table import splitmix64
-        >>> ids = [0, 1, -1, 2**62 + 3]
-        >>> hash_owner(torch.tensor(ids), 3).tolist() == [(splitmix64(i) >> 32) % 3 for i in ids]
-        True
-    """
+    """The rank that owns each id of a vocabulary: splitmix64 of the id, modulo the ranks."""
     if world_size == 1:
         return torch.zeros_like(ids)
     bits = (ids ^ _shift_right_logical(ids, 30)) * (0xBF58476D1CE4E5B9 - 2**64)

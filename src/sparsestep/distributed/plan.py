@@ -18,7 +18,6 @@ from sparsestep.distributed.placement import (
     check_int,
     check_length,
     check_rank,
-    check_table_size,
 )
 from sparsestep.errors import InputError, message
 
@@ -73,7 +72,7 @@ class Plan:
         placements: Sequence[Placement],
         world_size: int,
         batch: int = 1024,
-        lengths: Mapping[str, float] | None = None,
+        lengths: float | Mapping[str, float] | None = None,
         tables: Sequence[ShardedTable] = (),
     ) -> None:
         given: Any = placements
@@ -85,11 +84,11 @@ class Plan:
         check_int("Plan", "batch", batch, 0)
         self.world_size: int = world_size
         self.batch: int = batch
-        self.lengths: dict[str, float] = self._parse_lengths("Plan", lengths)
+        self.lengths: dict[str, float] = self._parse_lengths(lengths)
         self._tables: tuple[ShardedTable, ...] = tuple(tables)
 
     def __getitem__(self, name: str) -> Placement:
-        return self.placements[_resolve_name(name, [each.name for each in self.placements], "plan")]
+        return self.placements[resolve_name(name, [each.name for each in self.placements], "plan")]
 
     def for_batch(self, batch: int, lengths: float | Mapping[str, float] | None = None) -> Plan:
         """The same plan, with the bytes that are sent for other batches.
@@ -103,20 +102,18 @@ class Plan:
             >>> plan.bytes_sent_by(0), plan.for_batch(512, 20).bytes_sent_by(0)
             (67584, 88064)
         """
-        check_int("Plan.for_batch", "batch", batch, 0)
-        by_name = self._parse_lengths("Plan.for_batch", lengths)
-        return Plan(self.placements, self.world_size, batch, by_name, self._tables)
+        return Plan(self.placements, self.world_size, batch, lengths, self._tables)
 
-    def _parse_lengths(self, who: str, lengths: Any) -> dict[str, float]:
+    def _parse_lengths(self, lengths: Any) -> dict[str, float]:
         names = [each.name for each in self.placements]
         if lengths is None:
             return {}
         if not isinstance(lengths, Mapping):
-            check_length(f"{who}: lengths, for all tables or by table name,", lengths)
+            check_length("Plan: lengths, for all tables or by table name,", lengths)
             return dict.fromkeys(names, lengths)
         for name, length in lengths.items():
-            check_length(f"{who}: the length for {name!r}", length)
-        return {names[_resolve_name(name, names, who)]: length for name, length in lengths.items()}
+            check_length(f"Plan: the length for {name!r}", length)
+        return {names[resolve_name(n, names, "Plan")]: length for n, length in lengths.items()}
 
     def local(self, name: str, tensor: Tensor) -> Tensor:
         """Select this rank's part of a tensor that has one entry per row of a table.
@@ -134,15 +131,15 @@ class Plan:
             >>> plan.local("", torch.tensor([True, False, True]))
             tensor([ True, False,  True])
         """
-        index = _resolve_name(name, [table.name for table in self._tables], "Plan.local")
+        index = resolve_name(name, [table.name for table in self._tables], "Plan.local")
         table = self._tables[index]
         given: Any = tensor
-        if not isinstance(given, Tensor) or not given.dim():
-            requirement = f"Plan.local: it must be a tensor with {table.rows} rows"
-            raise InputError(message(requirement, f"a {type(given).__name__}"))
-        if len(tensor) != table.rows:
+        got = (
+            len(given) if isinstance(given, Tensor) and given.dim() else f"a {type(given).__name__}"
+        )
+        if got != table.rows:
             requirement = f"Plan.local: a tensor for {table.name!r} must have {table.rows} rows"
-            raise InputError(message(requirement, len(tensor)))
+            raise InputError(message(requirement, got))
         return table.local_shard(tensor)
 
     def bytes_on(self, rank: int) -> int:
@@ -185,12 +182,7 @@ class Plan:
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes with its unit.
-
-    Example:
-        >>> format_bytes(6_400_000), format_bytes(12)
-        ('6.4 MB', '12 B')
-    """
+    """A number of bytes with its unit."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if size < 1000 or unit == "TB":
             break
@@ -213,8 +205,6 @@ def choose_placements(
         >>> [each.kind for each in choose_placements(sizes, 4, "auto")]
         ['rows', 'tables', 'copy']
     """
-    for table in tables:
-        check_table_size("shard", *table)
     asked = _parse_plan(tables, plan)
     share = sum(each.size for each in tables) / world_size
     chosen = [
@@ -261,7 +251,7 @@ def _parse_plan(
         raise InputError(message(requirement, f"a {type(given).__name__}"))
     found = {}
     for name, asked in given.items():
-        index = _resolve_name(name, names, "shard: plan")
+        index = resolve_name(name, names, "shard: plan")
         cls = _parse_kind(asked, requirement, f"{asked!r} for {name!r}")
         if cls is not None:
             found[names[index]] = cls
@@ -279,7 +269,7 @@ def _parse_kind(asked: object, requirement: str, got: str) -> type[Placement] | 
     raise InputError(message(requirement, got, remedy))
 
 
-def _resolve_name(name: object, names: Sequence[str], who: str) -> int:
+def resolve_name(name: object, names: Sequence[str], who: str) -> int:
     """The index of a table, by its name or the last part of it."""
     if isinstance(name, str) and name in names:
         return names.index(name)

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sparsestep._native import ext
 from sparsestep._process import uninterrupted
 from sparsestep._torch import ignored_by_ddp, own_parameters
 from sparsestep.distributed._handshake import compare_facts
 from sparsestep.distributed._table import Reduction, ShardedTable, SumOrder, TableGroup
-from sparsestep.distributed.collectives import Caught, Collectives, new_group_like
+from sparsestep.distributed.collectives import Caught, Collectives, new_group
 from sparsestep.distributed.grads import ShardedGradSource
 from sparsestep.distributed.lockstep import take_prefetched
 from sparsestep.distributed.lookup import (
@@ -28,12 +29,13 @@ from sparsestep.distributed.lookup import (
     sharded_lookup,
 )
 from sparsestep.distributed.placement import Placement
-from sparsestep.distributed.plan import Plan, TableSize, choose_placements
+from sparsestep.distributed.plan import Plan, TableSize, choose_placements, resolve_name
 from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, message
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.fuse import reason_not_fusible
 from sparsestep.nn.interop import excluded_from_compile
+from sparsestep.nn.ngram import NgramEmbedding
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,6 +49,10 @@ _OPTIONS = (
     "scale_grad_by_freq",
     "mode",
     "include_last_offset",
+    "orders",
+    "heads",
+    "combine",
+    "seed",
 )
 _REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 
@@ -111,6 +117,22 @@ class ShardedEmbedding(ShardedModule):
         return self._lookup(self.sharded_table, input, offsets, per_sample_weights)[0]
 
 
+class ShardedNgramEmbedding(ShardedEmbedding):
+    """Mixin of sharded tables of n-grams."""
+
+    def lookup_requests(self, *arguments: Any) -> list[LookupRequest]:
+        """See :class:`ShardedModule`."""
+        module: Any = self
+        return [lookup_request(self.sharded_table, *module.bags(*arguments))]
+
+    @excluded_from_compile
+    def forward(self, tokens: Any, document_ids: Any = None) -> Tensor:  # type: ignore[override]
+        """Look up n-grams, wherever their rows are; all ranks do so at the same time."""
+        module: Any = self
+        found: Tensor = self._lookup(self.sharded_table, tokens, document_ids)[0]
+        return module.by_position(found, tokens)  # type: ignore[no-any-return]
+
+
 class ShardedCollection(ShardedModule):
     """Mixin of sharded collections."""
 
@@ -150,7 +172,9 @@ def _convert_table(module: Any, table: ShardedTable, group: TableGroup) -> None:
         call_key=(group.index, table.index),
     )
     cls: Any = type(module)
-    module.__class__ = _sharded_class(cls, ShardedEmbedding)
+    is_hashed = isinstance(module, NgramEmbedding)
+    mixin = ShardedNgramEmbedding if is_hashed else ShardedEmbedding
+    module.__class__ = _sharded_class(cls, mixin)
 
 
 def _convert_collection(collection: Any, group: TableGroup) -> None:
@@ -176,10 +200,11 @@ def shard(
     """Shard the tables of a model across the ranks of a process group.
 
     All ranks call it with the same model and the same arguments. Every ``nn.Embedding``,
-    ``nn.EmbeddingBag`` and ``sparsestep.nn.EmbeddingBagCollection`` stays the same object and keeps
-    its weight, which then holds only this rank's part. A lookup requests rows from the ranks that
-    own them. The gradient is compact, and is exchanged when it is needed: in ``optimizer.step()``
-    and in ``sparsestep.clip_grad_norm_``. Every optimizer of this library updates the local part.
+    ``nn.EmbeddingBag``, ``sparsestep.nn.NgramEmbedding`` and
+    ``sparsestep.nn.EmbeddingBagCollection`` stays the same object and keeps its weight, which then
+    holds only this rank's part. A lookup requests rows from the ranks that own them. The gradient
+    is compact, and is exchanged when it is needed: in ``optimizer.step()`` and in
+    ``sparsestep.clip_grad_norm_``. Every optimizer of this library updates the local part.
     ``DistributedDataParallel`` ignores sharded tables.
 
     From then on, all ranks do lookups, clipping and steps together, in the same order. A loss may
@@ -244,6 +269,9 @@ class _Sharding:
     def __init__(
         self, model: nn.Module, collectives: Collectives, plan: Any, reduce: Any, order: Any
     ) -> None:
+        if ext is None and collectives.world_size > 1:
+            requirement = "shard: several ranks need the compiled extension of sparsestep"
+            raise InputError(message(requirement, "an installation without it"))
         self._model, self._collectives, self._order = model, collectives, order
         self._modules = _find_tables(model)
         sizes = []
@@ -285,7 +313,6 @@ class _Sharding:
         return indices
 
     def facts(self) -> dict[str, str]:
-        """Facts that must be equal on all ranks."""
         facts = {"tables": ", ".join(map(repr, self._modules)), "order": self._order}
         for table, module, first in zip(
             self.tables, self._modules.values(), self._first_with_weight, strict=True
@@ -306,7 +333,6 @@ class _Sharding:
         return facts
 
     def commit(self) -> None:
-        """Shard the model, on all ranks at once."""
         ranks = self._collectives
         for table, first in zip(self.tables, self._first_with_weight, strict=True):
             is_replicated = not table.placement.is_sharded and ranks.world_size > 1
@@ -314,8 +340,7 @@ class _Sharding:
                 dist.broadcast(table.local_weight, group_src=0, group=ranks.group)
         widths = [len(each.tables) for each in self._collections.values()]
         max_tables = max([len(self.tables), *widths])
-        group = certain(partial(TableGroup, ranks, self.tables, max_tables))
-        group.grads = certain(partial(ShardedGradSource, group))
+        group = certain(partial(ShardedGradSource, ranks, self.tables, max_tables))
         for table, module in zip(self.tables, self._modules.values(), strict=True):
             certain(partial(_convert_table, module, table, group))
         for collection in self._collections.values():
@@ -328,7 +353,7 @@ def _process_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
     if mesh is None:
         if not dist.is_available() or not dist.is_initialized():
             return None
-        return new_group_like(None)
+        return new_group()
     if not hasattr(mesh, "get_group"):
         requirement = "shard: mesh must be a torch.distributed.device_mesh.DeviceMesh"
         raise InputError(message(requirement, f"a {type(mesh).__name__}"))
@@ -354,9 +379,9 @@ def _find_tables(model: nn.Module) -> dict[str, Any]:
         requirement = "shard: the model must contain an nn.Embedding or nn.EmbeddingBag"
         raise InputError(message(requirement, f"a {type(model).__name__} without one"))
     for name, each in found.items():
-        reason = (
-            "it is already sharded" if isinstance(each, ShardedModule) else reason_not_fusible(each)
-        )
+        reason = None if isinstance(each, NgramEmbedding) else reason_not_fusible(each)
+        if isinstance(each, ShardedModule):
+            reason = "it is already sharded"
         if reason is not None:
             requirement = f"shard: {name!r} must be an ordinary table"
             raise InputError(message(requirement, f"a {type(each).__name__}: {reason}"))
@@ -364,19 +389,14 @@ def _find_tables(model: nn.Module) -> dict[str, Any]:
 
 
 def _resolve_reduce(names: Sequence[str], given: Any) -> dict[str, Reduction]:
-    """The reduction of each table's gradient."""
     found: dict[str, Reduction] = dict.fromkeys(names, "mean")
     by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
     for name, how in by_name.items():
-        matching = [each for each in names if name in (each, each.rpartition(".")[2])]
-        requirement = "shard: reduce must be mean or sum, for all tables or by table name"
         if not isinstance(how, str) or how not in _REDUCTIONS:
+            requirement = "shard: reduce must be mean or sum, for all tables or by table name"
             got = f"{how!r} for {name!r}" if isinstance(given, Mapping) else repr(how)
             raise InputError(message(requirement, got))
-        if len(matching) != 1:
-            tables = f"The tables are {', '.join(map(repr, names))}"
-            raise InputError(message(requirement, f"a table {name!r}", tables))
-        found[matching[0]] = how
+        found[names[resolve_name(name, names, "shard: reduce")]] = how
     return found
 
 
@@ -385,7 +405,7 @@ def _check_tied_weights(model: nn.Module, tables: Sequence[ShardedTable]) -> Non
     by_weight: dict[int, ShardedTable] = {}
     for table in tables:
         first = by_weight.setdefault(id(table.weight), table)
-        if not first.placement.is_same_split(table.placement):
+        if first.placement.describe() != table.placement.describe():
             both = f"{first.name!r} and {table.name!r}"
             requirement = f"shard: {both} share a weight, so their plan must be the same"
             kinds = f"{first.placement.kind!r} and {table.placement.kind!r}"
@@ -401,7 +421,6 @@ def _check_tied_weights(model: nn.Module, tables: Sequence[ShardedTable]) -> Non
 
 
 def _exclude_from_ddp(model: nn.Module, tables: Sequence[ShardedTable]) -> None:
-    """Have DistributedDataParallel ignore sharded tables."""
     weights = {id(table.weight) for table in tables}
     names = [n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights]
     ignored_by_ddp(model, names)

@@ -15,7 +15,7 @@ from sparsestep.distributed._handshake import ExchangeKind
 from sparsestep.distributed._packing import concat, read_all
 from sparsestep.distributed._table import ShardedTable, TableGroup
 from sparsestep.distributed.collectives import Caught, Collectives
-from sparsestep.distributed.placement import ByRow, hash_owner
+from sparsestep.distributed.placement import ByRow, check_int, hash_owner
 from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, drawn, prepare_grow
@@ -28,7 +28,6 @@ from sparsestep.nn.vocabulary.vocabulary import flat_ids
 # Seeds of new rows carry the rank in their upper bits, so ranks draw different values.
 RANK_SHIFT = 40
 _ID_BYTES = 8
-_MAX_ROWS = 1 << 62
 _SHARED = -1  # in place of a digest: the other vocabulary is shared by ranks, too
 
 
@@ -253,12 +252,7 @@ class Vocabulary(nn.Module):
 
     def _prepare_grow(self, rows: int) -> list[Callable[[], object]]:
         """Everything that can raise; the returned functions commit, and cannot fail."""
-        is_whole = isinstance(rows, int) and not isinstance(rows, bool)
-        if not is_whole or not self.rows <= rows <= _MAX_ROWS:
-            is_large = is_whole and rows > _MAX_ROWS
-            limit = f"at most {_MAX_ROWS}" if is_large else f"at least {self.rows}"
-            requirement = f"Vocabulary.grow: rows must be a whole number, {limit}"
-            raise InputError(message(requirement, repr(rows)))
+        check_int("Vocabulary.grow", "rows", rows, self.rows)
         ranks, local = self.collectives, self.local
         there = len(range(ranks.rank, rows, ranks.world_size))
         longest = -(-rows // ranks.world_size)
@@ -417,7 +411,6 @@ class Vocabulary(nn.Module):
         return plain, dict(zip(found, range(first, first + len(found)), strict=True))
 
     def _global_rows(self, rows: Tensor) -> Tensor:
-        """Rows of this rank as rows of the table."""
         return rows * self.collectives.world_size + self.collectives.rank
 
     def exchange_number(
@@ -449,7 +442,6 @@ def _commit_table_grow(module: Table, table: ShardedTable, rows: int) -> None:
 
 
 def _owned_entries(theirs: IdTableSnapshot, ranks: Collectives, shared: int) -> IdTableSnapshot:
-    """The entries of a vocabulary whose ids this rank owns."""
     ids = theirs.ids[shared : theirs.used]
     mine = (hash_owner(ids, ranks.world_size) == ranks.rank).nonzero().squeeze(1) + shared
     rows = concat([torch.arange(shared), mine])

@@ -74,10 +74,10 @@ class EngineDispatcher:
             return
         if self._engine == "native":
             raise update.error(_native_obstacle(update, self._native, ", or use engine='auto'"))
-        if self._engine == "auto":
-            self._slow += _slow_reasons(update, self._native)
         self._reference.claim(update)
         update.engine, update.fallback_reason = "reference", self._why_reference(update)
+        if self._engine == "auto" and _should_be_fast(update):
+            self._slow.append(update.fallback_reason)
 
     def _why_reference(self, update: ParamUpdate) -> str:
         if self._engine == "reference":
@@ -142,7 +142,7 @@ _NO_CORE = (
 
 def _native_obstacle(update: ParamUpdate, native: NativeEngine | None, instead: str = "") -> str:
     param, rule = update.targets[0], update.settings.rule
-    why = native.trace_error(update.settings) if native is not None else None
+    why = native.traces.errors.get(id(update.settings)) if native is not None else None
     if why is not None:
         requirement = "the native engine needs a formula of element-wise and row-wise operations"
         return message(requirement, f"rule {rule.name!r}, where {why}", _suggest(why))
@@ -163,13 +163,13 @@ def _suggest(why: str) -> str:
     return f"engine='reference' runs any formula; {page} lists the operations"
 
 
-def _slow_reasons(update: ParamUpdate, native: NativeEngine | None) -> list[str]:
-    """Why the reference engine runs an update that a faster one should."""
+def _should_be_fast(update: ParamUpdate) -> bool:
+    """Whether it is worth a warning that the reference engine runs an update."""
     rule = update.settings.rule
     if not rule.has_native_kernel and rule.traceable_update is None:
-        return []  # compiled by torch
+        return False  # compiled by torch
     if _native.ext is None:
-        return [_NO_CORE]
-    if update.param.is_cpu and (not rule.has_native_kernel or update.indexed.indices is not None):
-        return [_native_obstacle(update, native)]
-    return []  # torch's kernels are the fast path for other devices and dense gradients
+        return True
+    # Torch's kernels are the fast path for other devices and dense gradients.
+    is_sparse = update.indexed.indices is not None
+    return update.param.is_cpu and (is_sparse or not rule.has_native_kernel)

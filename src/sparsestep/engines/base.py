@@ -35,8 +35,11 @@ class GroupSettings:
         seed: seed of stochastic rounding; ``None`` to round to nearest.
         stochastic_rounding: whether half precision is rounded stochastically; int8 always is.
         describe_param: names a parameter of the group, by its index, in messages.
-        uses_torch_kernel: whether torch's own kernel supports the options, for dense gradients.
+        has_torch_kernel: whether torch's own kernel supports the options, for dense gradients.
+        wants_torch_kernel: whether an option asks for it, such as ``foreach`` or ``fused``.
+        vectors: the options of parameters without rows, where they differ; see ``for_param``.
         core: the native engine's cache of the group.
+        elementwise: the settings of parameters with dense gradients, if they have others.
     """
 
     rule: Rule
@@ -48,8 +51,15 @@ class GroupSettings:
     seed: int | None
     stochastic_rounding: bool
     describe_param: Callable[[int], str]
-    uses_torch_kernel: bool = False
+    has_torch_kernel: bool = False
+    wants_torch_kernel: bool = False
+    vectors: GroupSettings | None = None
     core: dict[Any, Any] = field(default_factory=dict)
+    elementwise: GroupSettings | None = None
+
+    def for_param(self, param: Tensor) -> GroupSettings:
+        """Return the options of a parameter of the group."""
+        return self if self.vectors is None or param.dim() > 1 else self.vectors
 
 
 @dataclass(slots=True)

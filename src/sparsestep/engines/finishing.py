@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import methodcaller
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+Subject = TypeVar("Subject")
 
 # Memory that is given back when an allocation fails, so that the small ones that are needed to
 # complete a commit succeed. Blocks of this size come from the heap, not from pages of their own.
@@ -25,10 +27,8 @@ def finish(calls: Iterable[Callable[[], object]]) -> None:
 
     Every call must either raise and have done nothing, or be harmless to repeat. Calls need memory
     for a few small objects at most, such as Python's view of a scalar. If that cannot be had, the
-    reserve is released and the call repeated.
-
-    Args:
-        calls: made in advance, so that nothing else is left to allocate.
+    reserve is released and the call repeated. They are made in advance, so that nothing else is
+    left to allocate.
 
     Example:
         >>> attempts = []
@@ -40,33 +40,37 @@ def finish(calls: Iterable[Callable[[], object]]) -> None:
         >>> len(attempts)
         3
     """
-    remaining = iter(calls)
-    failures, call = 0, None
+    finish_steps(calls, _INVOKE)
+
+
+_INVOKE = (methodcaller("__call__"),)
+_END: Any = object()
+
+
+def finish_steps(subjects: Iterable[Subject], steps: Sequence[Callable[[Subject], object]]) -> None:
+    """Take all steps with each subject, in order, each step until it succeeds; see ``finish``."""
+    remaining = iter(subjects)
+    left: Iterator[Callable[[Subject], object]] = iter(())
+    subject: Any = None
+    step: Callable[[Subject], object] | None = None
+    failures = 0
     while True:
         try:
-            if call is None:
-                call = next(remaining, None)
-                if call is None:
-                    return
-            call()
-            call = None
+            if step is None:
+                step = next(left, None)
+                if step is None:
+                    left = iter(steps)
+                    subject = next(remaining, _END)
+                    if subject is _END:
+                        return
+                    continue
+            step(subject)
+            step = None
         except (MemoryError, RuntimeError):  # torch reports failed allocations as either
-            failures = failed(failures)
-
-
-def failed(failures: int) -> int:
-    """Release the reserve so that a call can be repeated; raises if that happens too often.
-
-    Args:
-        failures: how often calls have failed before.
-
-    Returns:
-        How often they have failed now.
-    """
-    if failures >= _MOST_FAILURES:
-        raise
-    _reserve.clear()
-    return failures + 1
+            if failures >= _MOST_FAILURES:
+                raise
+            failures += 1
+            _reserve.clear()
 
 
 def certain(call: Callable[[], Result]) -> Result:

@@ -12,17 +12,17 @@ The native side is ``native/core/program.h`` (format) and ``native/kernels/progr
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from sparsestep.rules.trace import (
     ROW_REDUCTIONS,
     Argument,
     ConstantRef,
-    Operation,
     Program,
     TraceError,
-    ValueRef,
+    values_in,
 )
 
 
@@ -38,46 +38,34 @@ class Instruction(NamedTuple):
 FusedOp: TypeAlias = tuple[str, int, tuple[Argument, ...]]
 
 
-class PhaseLowering:
+class _PhaseLowering:
     """Lowers the tile operations of one phase.
 
     Args:
-        operations: the program's operations.
-        inputs: the number of registers for the parameter, its gradient and the states per element.
-        first_temporary: the first free register.
-        given: the register of an argument that no phase computes; ``None`` for others.
+        lowering: that of the program.
         needed: values that the phase needs, in order.
         wanted: values that must be in registers at the end.
         writes: whether these are the new parameter and states.
     """
 
     def __init__(
-        self,
-        operations: list[Operation],
-        inputs: int,
-        first_temporary: int,
-        given: Callable[[Argument], int | None],
-        needed: Sequence[int],
-        wanted: Sequence[int],
-        *,
-        writes: bool,
+        self, lowering: _Lowering, needed: Sequence[int], wanted: Sequence[int], *, writes: bool
     ) -> None:
+        operations, inputs = lowering.operations, lowering.inputs
         self._operations = operations
-        self._given = given
+        self._given = lowering.given
         self._wanted = wanted
         self._results: Sequence[int] = wanted if writes else ()
         self._homes: list[int] = [0, *range(2, inputs)][: len(self._results)]
         self._made = [p for p in needed if p >= inputs and not operations[p].per_row]
         self._registers: dict[int, int] = {}
         self._free: list[int] = []
-        self._first_temporary = self._next = first_temporary
+        self._first_temporary = self._next = lowering.next_register
         self._steps = self._fused()
         # The last step that uses a value.
         self._last: dict[int, int] = {}
         for step, (_, _, arguments) in enumerate(self._steps):
-            for argument in arguments:
-                if not isinstance(argument, ConstantRef):
-                    self._last[argument.place] = step
+            self._last.update(dict.fromkeys(values_in(arguments), step))
 
     def run(self) -> list[Instruction]:
         """Return the instructions."""
@@ -85,9 +73,8 @@ class PhaseLowering:
         at_home: set[int] = set()
         for step, (name, place, arguments) in enumerate(self._steps):
             operands = tuple(self.register_of(argument) for argument in arguments)
-            for argument in arguments:
-                if not isinstance(argument, ConstantRef):
-                    self._release(argument.place, step)
+            for value in values_in(arguments):
+                self._release(value, step)
             home = self._home_for(place, step, at_home)
             if home is None:
                 self._registers[place] = self._new()
@@ -96,7 +83,7 @@ class PhaseLowering:
                 at_home.add(home)
             made.append(Instruction(name, self._registers[place], operands))
         for place, home in zip(self._results, self._homes, strict=True):
-            register = moved[place] if place in moved else self.register_of(ValueRef(place))
+            register = moved[place] if place in moved else self.register_of(place)
             if home not in at_home and register != home:
                 made.append(Instruction("copy", home, (register,)))
         return made
@@ -104,7 +91,10 @@ class PhaseLowering:
     def register_of(self, argument: Argument) -> int:
         """Return the register of an argument."""
         register = self._given(argument)
-        return self._registers[argument.place] if register is None else register
+        if register is None:
+            assert isinstance(argument, int)
+            return self._registers[argument]
+        return register
 
     def _save_inputs(self) -> tuple[list[Instruction], dict[int, int]]:
         """Copy inputs that become the new value of another, before they are overwritten."""
@@ -138,18 +128,16 @@ class PhaseLowering:
     def _fused(self) -> list[FusedOp]:
         """Return the operations, with frequent sequences fused."""
         operations = self._operations
-        uses: dict[int, int] = {}
-        for place in self._made:
-            for argument in operations[place].arguments:
-                if not isinstance(argument, ConstantRef):
-                    uses[argument.place] = uses.get(argument.place, 0) + 1
+        uses = Counter(
+            value for place in self._made for value in values_in(operations[place].arguments)
+        )
         steps: dict[int, FusedOp] = {}
 
         def used_once(argument: Argument) -> FusedOp | None:
             """Return the operation of a value with no other use."""
-            if isinstance(argument, ConstantRef) or argument.place in self._wanted:
+            if isinstance(argument, ConstantRef) or argument in self._wanted:
                 return None
-            return steps.get(argument.place) if uses[argument.place] == 1 else None
+            return steps.get(argument) if uses[argument] == 1 else None
 
         for place in self._made:
             name, arguments, _ = operations[place]
@@ -166,10 +154,7 @@ def _fuse(
 ) -> tuple[str, tuple[Argument, ...], list[int]]:
     """Fuse an operation with those that compute its arguments, if there is an instruction for it.
 
-    Args:
-        name: the operation.
-        arguments: its arguments.
-        makers: the operation that computes each of these, if it has no other use.
+    ``makers`` has the operation that computes each argument, if that has no other use.
 
     Returns:
         Name and arguments of the fused operation, and the places of the operations it replaces.
@@ -289,26 +274,26 @@ def lower(program: Program) -> LoweredProgram:
 class _Lowering:
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._operations = program.operations
-        inputs = self._operations[: len(program.inputs)]
+        self.operations = program.operations
+        inputs = self.operations[: len(program.inputs)]
         self._row_states = sum(operation.per_row for operation in inputs)
-        self._inputs = len(inputs) - self._row_states  # those of tiles
-        self._results = program.results[: self._inputs - 1]
-        self._row_results = program.results[self._inputs - 1 :]
+        self.inputs = len(inputs) - self._row_states  # those of tiles
+        self._results = program.results[: self.inputs - 1]
+        self._row_results = program.results[self.inputs - 1 :]
         self._levels = self._find_levels()
         self._live = self._needed(program.results, through_rows=True)
         first = self._row_states + len(program.constants)
-        self._row_registers = {self._inputs + s: s for s in range(self._row_states)}
+        self._row_registers = {self.inputs + s: s for s in range(self._row_states)}
         self._next_row_register = first
         self._spread: dict[int, int] = {}  # registers of tiles, for values of the row
-        self._next_register = self._inputs + len(program.constants)
+        self.next_register = self.inputs + len(program.constants)
 
     def run(self) -> LoweredProgram:
         levels = [self._levels[place] for place in self._live]
         phases = [self._phase(level) for level in range(max(levels, default=0) + 1)]
         results = [self._row_registers[place] for place in self._row_results]
         constants = len(self._program.constants)
-        made = LoweredProgram(self._inputs - 2, self._row_states, constants, phases, results)
+        made = LoweredProgram(self.inputs - 2, self._row_states, constants, phases, results)
         self._check_size(made)
         return made
 
@@ -321,7 +306,7 @@ class _Lowering:
         if (
             made.states > MAX_STATES
             or made.row_states > MAX_ROW_STATES
-            or max(most, self._next_register) >= MAX_TILE_REGISTERS
+            or max(most, self.next_register) >= MAX_TILE_REGISTERS
             or self._next_row_register > MAX_ROW_REGISTERS
             or max(reductions) > MAX_REDUCTIONS
         ):
@@ -332,8 +317,8 @@ class _Lowering:
     def _find_levels(self) -> list[int]:
         """For each value, the number of row reductions it depends on: its phase."""
         levels: list[int] = []
-        for name, arguments, _ in self._operations:
-            known = [levels[a.place] for a in arguments if not isinstance(a, ConstantRef)]
+        for name, arguments, _ in self.operations:
+            known = [levels[value] for value in values_in(arguments)]
             levels.append(max(known, default=0) + (name in ROW_REDUCTIONS))
         return levels
 
@@ -346,14 +331,15 @@ class _Lowering:
             if place in found:
                 continue
             found.add(place)
-            operation = self._operations[place]
+            operation = self.operations[place]
             if through_rows or not operation.per_row:
-                waiting += (a.place for a in operation.arguments if not isinstance(a, ConstantRef))
+                waiting += values_in(operation.arguments)
         return sorted(found)
 
     # One phase
 
     def _phase(self, level: int) -> Phase:
+        operations = self.operations
         row = [
             self._row_operation(place)
             for place in self._live
@@ -362,43 +348,29 @@ class _Lowering:
         reductions = [
             place
             for place in self._live
-            if self._levels[place] == level + 1 and self._operations[place].name in ROW_REDUCTIONS
+            if self._levels[place] == level + 1 and operations[place].name in ROW_REDUCTIONS
         ]
-        wanted: Sequence[int]
-        if reductions:
-            wanted = [self._operations[place].arguments[0].place for place in reductions]
-        else:
-            wanted = self._results
+        reduced = [
+            value for place in reductions for value in values_in(operations[place].arguments)
+        ]
+        wanted: Sequence[int] = reduced or self._results
         needed = self._needed(wanted, through_rows=False)
-        row += self._spread_out(place for place in needed if self._operations[place].per_row)
-        tiles = PhaseLowering(
-            self._operations,
-            self._inputs,
-            self._next_register,
-            self._given,
-            needed,
-            wanted,
-            writes=not reductions,
-        )
+        row += self._spread_out(place for place in needed if operations[place].per_row)
+        tiles = _PhaseLowering(self, needed, wanted, writes=not reductions)
         tile = tiles.run()
-        for place in reductions:
-            argument = self._operations[place].arguments[0]
-            operand = tiles.register_of(argument)
-            tile.append(
-                Instruction(self._operations[place].name, self._new_row_register(place), (operand,))
-            )
+        for place, value in zip(reductions, reduced, strict=True):
+            register = self._new_row_register(place)
+            tile.append(Instruction(operations[place].name, register, (tiles.register_of(value),)))
         return Phase(row, tile)
 
     def _is_made_of_rows(self, place: int) -> bool:
-        name, _, per_row = self._operations[place]
+        name, _, per_row = self.operations[place]
         return per_row and name != "input" and name not in ROW_REDUCTIONS
 
     def _row_operation(self, place: int) -> Instruction:
-        name, arguments, _ = self._operations[place]
+        name, arguments, _ = self.operations[place]
         operands = tuple(
-            self._row_states + a.place
-            if isinstance(a, ConstantRef)
-            else self._row_registers[a.place]
+            self._row_states + a.place if isinstance(a, ConstantRef) else self._row_registers[a]
             for a in arguments
         )
         return Instruction(name, self._new_row_register(place), operands)
@@ -413,16 +385,14 @@ class _Lowering:
         made = []
         for place in places:
             if place not in self._spread:
-                self._spread[place] = self._next_register
-                self._next_register += 1
+                self._spread[place] = self.next_register
+                self.next_register += 1
                 operand = self._row_registers[place]
                 made.append(Instruction("spread", self._spread[place], (operand,)))
         return made
 
-    def _given(self, argument: Argument) -> int | None:
+    def given(self, argument: Argument) -> int | None:
         """The register of an argument that no phase computes."""
         if isinstance(argument, ConstantRef):
-            return self._inputs + argument.place
-        if argument.place < self._inputs:
-            return argument.place
-        return self._spread.get(argument.place)
+            return self.inputs + argument.place
+        return argument if argument < self.inputs else self._spread.get(argument)

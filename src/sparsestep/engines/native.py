@@ -19,6 +19,7 @@ from sparsestep.engines.lowering import lower
 from sparsestep.errors import RangeError
 from sparsestep.grads.indexed import IndexedGrad, index_error
 from sparsestep.grads.layouts import Gradient
+from sparsestep.memory.tensors import has_even_rows, lie_alike
 from sparsestep.rules import int8
 from sparsestep.rules.trace import Program, TraceError, trace
 
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 
     # A group when it was read: its values, the core's view of it, and its masks, if it has any.
     CachedGroup = tuple[tuple[Any, ...], NativeGroup | None, list[CachedMask] | None]
-    # A parameter's index, and the indices of its gradient, or the parts of a compact one.
-    Claimed = tuple[int, Tensor | tuple[IndexedGrad, ...]]
+    # A parameter's index, and the indices of its gradient, or the parts of a compact one; ``None``
+    # for a dense one.
+    Claimed = tuple[int, Tensor | tuple[IndexedGrad, ...] | None]
 
 _RULES: dict[str, tuple[int, int, int, int]] = ext.rules() if ext else {}
 # By structure. The cache is bounded: a rule may change structure every step.
@@ -91,7 +93,7 @@ class StepTraces:
         """The same for all parameters of a group; the core declines those at another step."""
         if settings.rule.traceable_update is None:
             return None
-        step = next_step_number(params, state, grads)
+        step = _next_step(params, state, grads)
         found = self._find(settings, step) if step else None
         return None if found is None or found.casts_to_float32 else found.group
 
@@ -113,7 +115,7 @@ class StepTraces:
         return found
 
 
-def next_step_number(
+def _next_step(
     params: Sequence[Tensor], state: Mapping[Tensor, Any], grads: Sequence[Any] | None = None
 ) -> int | None:
     """The number of the next update of the first parameter with a gradient; ``None`` if unknown."""
@@ -129,19 +131,13 @@ def next_step_number(
     return None
 
 
-def retrace(
+def _retrace(
     values: tuple[Any, ...],
     settings: GroupSettings,
     group: dict[str, Any],
     state: Mapping[Tensor, Any],
 ) -> TracedGroup | None:
-    """Trace a param group again, for ``replay_step``.
-
-    Args:
-        values: the values of the group when it was read.
-        settings: its options then.
-        group: the param group.
-        state: the optimizer's state.
+    """Trace a param group again, which had these values and settings when it was read.
 
     Returns:
         ``None`` if the step has to be planned: the formula cannot be traced this time, the group
@@ -149,7 +145,7 @@ def retrace(
     """
     if len(values) != len(group) or not all(map(is_, group.values(), values)):
         return None
-    step = next_step_number(group["params"], state)
+    step = _next_step(group["params"], state)
     try:
         return _trace_group(settings, step) if step else None
     except Exception:  # planning the step raises it again
@@ -209,8 +205,8 @@ class NativeEngine:
     ) -> Sequence[int]:
         """Fast path: the core claims the parameters of a group that it can read itself.
 
-        These have contiguous CPU tensors and a row-sparse gradient, or a dense one with a mask. The
-        core declines the rest without an error; Python handles every case and raises every message.
+        These have contiguous CPU tensors and a row-sparse or dense gradient. The core declines the
+        rest without an error; Python handles every case and raises every message.
 
         Args:
             settings: the options of the group.
@@ -247,10 +243,17 @@ class NativeEngine:
             group = self.traces.native_group(settings, update.step, in_double=in_double)
         if group is None:
             return False
-        grad = update.indexed
+        grad, targets = update.indexed, update.targets
+        if (
+            grad.indices is None
+            and grad.element_mask is None
+            and not settings.rule.needs_whole_rows
+            and settings.rule.traceable_update is None  # a formula may reduce over the slots given
+        ):
+            grad, targets = _as_one_slot(grad, targets)
+        param, *state = targets
         if not grad.values.is_contiguous():
             grad = grad.with_value_rows()
-        param, *state = update.targets
         return self._jobs.add(
             group,
             update.step,
@@ -263,10 +266,6 @@ class NativeEngine:
             update.index,
         )
 
-    def trace_error(self, settings: GroupSettings) -> str | None:
-        """Return why a rule's formula could not be traced, or ``None``."""
-        return self.traces.errors.get(id(settings))
-
     def prepare(self) -> None:
         """Do everything that can fail; raises if an index is out of range."""
         bad = self._jobs.prepare(torch.get_num_threads())
@@ -274,6 +273,27 @@ class NativeEngine:
             settings, param_index, num_slots, index = bad
             why = index_error(index, num_slots)
             raise RangeError(f"{settings.describe_param(param_index)}: {why}")
+
+
+def _as_one_slot(grad: IndexedGrad, targets: list[Tensor]) -> tuple[IndexedGrad, list[Tensor]]:
+    """Flatten a dense update if all its tensors have their elements in the same order."""
+    tensors, count = (grad.values, *targets), grad.values.numel()
+    if not count or not lie_alike(tensors):
+        return grad, targets
+    values, *flat = (t.detach().as_strided((count,), (1,)) for t in tensors)
+    return IndexedGrad(None, values, 1, count), flat
+
+
+def can_run_dense(update: ParamUpdate) -> bool:
+    """Whether the core can run a dense gradient of a rule that torch has a kernel for, too."""
+    if not update.param.is_cpu or native_group(update.settings) is None:
+        return False
+    tensors = [update.param, update.indexed.values, *(update.state or ())]
+    if any(tensor.is_conj() for tensor in tensors):
+        return False
+    if update.param.is_complex():
+        tensors = [torch.view_as_real(tensor.detach()) for tensor in tensors]
+    return lie_alike(tensors) or all(map(has_even_rows, tensors))
 
 
 def native_group(settings: GroupSettings) -> NativeGroup | None:
@@ -296,6 +316,7 @@ def native_group(settings: GroupSettings) -> NativeGroup | None:
             tuple(
                 spec.int8_format == "signed" for spec in rule.state[: int8.num_encoded(rule.state)]
             ),
+            not settings.wants_torch_kernel and settings.elementwise is None,
         )
     return found
 
@@ -343,13 +364,7 @@ def replay_step(
 ) -> bool:
     """Repeat a step with new gradients, in one call of the core.
 
-    Args:
-        groups: the param groups.
-        cached: the core's cache of the groups.
-        state: the optimizer's state.
-        addresses: of the parameters and their state, as ``StateStore`` has them.
-        grads: gradients passed by hand, for parameters of the first group.
-        first: the index of the first of these parameters.
+    Gradients passed by hand are those of parameters of the first group, from ``first`` on.
 
     Returns:
         False, and nothing has changed, if a group has other options, or a gradient is not one that
@@ -361,7 +376,7 @@ def replay_step(
         return False
     for index, settings in traced:
         values, _, masked = cached_groups[index]
-        found = retrace(values, settings, groups[index], state)
+        found = _retrace(values, settings, groups[index], state)
         if found is None:
             return False
         unused_traces.append(found)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparsestep.engines.finishing import failed
+from sparsestep.engines.finishing import finish_steps
 from sparsestep.memory.tensors import lie_alike
 
 # Elements of a piece, per thread: enough to hide Python's overhead.
@@ -58,10 +58,8 @@ class KernelCall(NamedTuple):
 class Recording(TorchFunctionMode):
     """Records the operations on some tensors, and on results computed from them.
 
-    Other operations, like counting steps, are executed: their results are constants.
-
-    Args:
-        inputs: tensors of one element, of shape ``()`` or ``(1,)``.
+    Other operations, like counting steps, are executed: their results are constants. Inputs have
+    one element, and the shape ``()`` or ``(1,)``.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -136,9 +134,6 @@ class Replay:
 
     An *environment* is the list of all tensors of one replay by slot, followed by the functions and
     constants of all operations. An operation is compiled to a function of an environment.
-
-    Args:
-        recording: a finished one.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -181,7 +176,10 @@ class Replay:
             self.release()
             count = 1 + max(self._shares.values())
             kinds = {buffer: self._kinds[slot] for slot, buffer in self._shares.items()}
-            self._buffers = [_buffer(largest, *kinds[number]) for number in range(count)]
+            self._buffers = [
+                torch.empty((largest, *shape), dtype=dtype, device="cpu")
+                for dtype, shape in (kinds[number] for number in range(count))
+            ]
 
     def release(self) -> None:
         """Free the temporaries."""
@@ -216,38 +214,13 @@ class Replay:
 
         An operation either raises before it writes, or completes. One that raises is repeated.
         """
-        remaining = iter(environments)
-        left: Iterator[Callable[[list[Any]], object]] = iter(())
-        environment: list[Any] = []
-        step: Callable[[list[Any]], object] | None = None
-        failures = 0
-        while True:
-            try:
-                if step is None:
-                    step = next(left, None)
-                    if step is None:
-                        left = iter(self._steps)
-                        environment = next(remaining, _END)
-                        if environment is _END:
-                            return
-                        continue
-                step(environment)
-                step = None
-            except (MemoryError, RuntimeError):
-                failures = failed(failures)
-
-
-_END: list[Any] = []
+        finish_steps(environments, self._steps)
 
 
 @functools.lru_cache(maxsize=1024)
 def _function(source: str) -> Callable[[list[Any]], Any]:
     found: Callable[[list[Any]], Any] = eval(f"lambda e: {source}")
     return found
-
-
-def _buffer(count: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty((count, *shape), dtype=dtype, device="cpu")
 
 
 def _shared_buffers(recording: Recording, kinds: list[Any]) -> dict[int, int]:
@@ -308,11 +281,7 @@ def _into(
 
 
 def pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
-    """Split tensors of one shape alike, and yield their parts together.
-
-    Args:
-        tensors: the tensors.
-        most: elements of a part, unless a single row has more.
+    """Split tensors of one shape alike into parts of at most so many elements, or single rows.
 
     Example:
         >>> table = torch.arange(6).view(3, 2)

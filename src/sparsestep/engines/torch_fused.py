@@ -104,7 +104,7 @@ class TorchFusedEngine:
 
     def claim(self, update: ParamUpdate) -> bool:
         """Claim a dense gradient that torch's kernel supports."""
-        if not update.settings.uses_torch_kernel or not self._fits(update):
+        if not update.settings.has_torch_kernel or not self._fits(update):
             return False
         group, param, counts = update.group, update.param, update.settings.rule.counts_steps
         is_first = update.param_state is None and not counts

@@ -27,9 +27,15 @@ from sparsestep._torch import (
     without_autocast,
 )
 from sparsestep.errors import InputError, error_prefix, message, usable, warn
-from sparsestep.grads.compact import append_implicit_zero, clamp_sums, norm_equivalent
-from sparsestep.grads.dedup import coo_sums
-from sparsestep.grads.exchange import exchange_grads, norm_over_ranks, sources_of
+from sparsestep.grads.compact import (
+    append_implicit_zero,
+    check_has_order,
+    clamp_sums,
+    norm_equivalent,
+)
+from sparsestep.grads.dedup import sum_duplicates
+from sparsestep.grads.exchange import GradSource, exchange_grads, sources_of
+from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import GradLayout, classify, stored_mask
 from sparsestep.memory.tensors import has_internal_overlap
 
@@ -83,9 +89,7 @@ def clip_grad_norm_(
     if is_standard and not sources:
         with without_autocast(grads[0].grad.device.type if grads else "cpu"):
             return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    total = norm_over_ranks(
-        grads, sources, norm_type, lambda some: _total_norm(some, norm_type, foreach)
-    )
+    total = _norm_over_ranks(grads, sources, norm_type, foreach)
     # Torch's dtype for the caller; the factor comes from the norm as computed, which float16 might
     # not hold.
     dtypes = (each.grad.dtype.to_real() for each in grads)
@@ -174,7 +178,7 @@ def _collect(
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
         warn(UserWarning, "`parameters` is an empty generator, no gradient clipping will occur.")
-    exchange_grads(params, function)
+    exchange_grads([param for param in params if isinstance(param, Tensor)], function)
     grads = []
     for index, param in enumerate(params):
         if not isinstance(param, Tensor):
@@ -183,13 +187,10 @@ def _collect(
         if grad is None:
             continue
         found = _NamedGrad(f"{function}: param {index}", param, grad, classify(grad))
-        with error_prefix(found.name):
-            _check_clippable(found)
-        if (
-            found.layout is GradLayout.STRIDED
-            and not grad.is_contiguous()
-            and has_internal_overlap(grad)
-        ):
+        if found.layout is not GradLayout.STRIDED:
+            with error_prefix(found.name):
+                _check_clippable(found)
+        elif not grad.is_contiguous() and has_internal_overlap(grad):
             # Scaled in place, elements that share memory would be scaled more than once.
             param.grad = grad.clone(memory_format=torch.contiguous_format)
             found = found._replace(grad=param.grad)
@@ -197,44 +198,62 @@ def _collect(
     return params, grads
 
 
-def _check_clippable(grad: _NamedGrad) -> None:
-    if grad.layout in (GradLayout.COMPRESSED, GradLayout.UNSUPPORTED):
+def _check_clippable(named: _NamedGrad) -> None:
+    grad = named.grad
+    if named.layout in (GradLayout.COMPRESSED, GradLayout.UNSUPPORTED):
         requirement = "the gradient must be a strided or COO tensor, or a MaskedTensor"
         remedy = "Convert it with .to_sparse_coo()"
-        raise InputError(message(requirement, f"layout {grad.grad.layout}", remedy))
-    is_number = grad.grad.is_floating_point() or grad.grad.is_complex()
-    if grad.layout is not GradLayout.STRIDED and not is_number:
+        raise InputError(message(requirement, f"layout {grad.layout}", remedy))
+    if not grad.is_floating_point() and not grad.is_complex():
         requirement = "the gradient must have a floating-point or complex dtype"
-        raise InputError(message(requirement, grad.grad.dtype))
+        raise InputError(message(requirement, grad.dtype))
 
 
 def _clamp(named: _NamedGrad, bound: float) -> Tensor | None:
     """Return the gradient with its sums clamped; None if its values may be clamped in place."""
     grad = named.grad
-    if grad.is_complex():
-        requirement = "the gradient must be real, because complex numbers have no order"
-        raise InputError(message(requirement, grad.dtype))
+    check_has_order(grad)
     if not bound >= 0:  # nor NaN
         requirement = "clip_value must be at least 0, so that entries outside the gradient stay 0"
         raise InputError(message(requirement, bound))
     if named.layout is GradLayout.COMPACT:
         return clamp_sums(grad, -bound, bound)  # type: ignore[arg-type]
-    merged = None if named.layout is GradLayout.MASKED else _clamp_coo(grad, bound)
-    if merged is not None or _owns_values(named):
-        return merged
-    values = coo_values(grad).clamp(-bound, bound)
-    return _coo_like(grad, coo_indices(grad), values, grad.is_coalesced())
-
-
-def _clamp_coo(grad: Tensor, bound: float) -> Tensor | None:
-    """Return the gradient coalesced and clamped, or None if it has no duplicates."""
-    slots, values = coo_sums(grad)
-    if slots is None or len(slots) == len(coo_values(grad)):
+    if named.layout is GradLayout.MASKED:
         return None
-    leading = grad.shape[: grad.sparse_dim()]
-    indices = stack(torch.unravel_index(slots, leading)) if leading else slots.new_empty(0, 1)
-    values = values.clamp(-bound, bound).to(grad.dtype)
-    return _coo_like(grad, indices, values.reshape(len(slots), *coo_values(grad).shape[1:]), True)
+    is_writable = _owns_values(named)  # first: the views below count as uses of the memory
+    indices, values = coo_indices(grad), coo_values(grad)
+    if not grad.is_coalesced():
+        slots, total = sum_duplicates(IndexedGrad.from_coo(indices, values, grad.shape))
+        assert slots is not None
+        if len(slots) < len(values):
+            shape = grad.shape[: grad.sparse_dim()]
+            indices = stack(torch.unravel_index(slots, shape)) if shape else slots.new_empty(0, 1)
+            values = total.clamp(-bound, bound).to(grad.dtype).reshape(-1, *values.shape[1:])
+            return _coo_like(grad, indices, values, coalesced=True)
+    if is_writable:
+        return None
+    return _coo_like(grad, indices, values.clamp(-bound, bound), grad.is_coalesced())
+
+
+def _norm_over_ranks(
+    grads: Sequence[_NamedGrad],
+    sources: Sequence[GradSource],
+    norm_type: float,
+    foreach: bool | None,
+) -> Tensor:
+    """Return the norm of gradients over all processes; replicated ones count once."""
+    if not sources:
+        return _total_norm(grads, norm_type, foreach)
+    totals, rest = [], list(grads)
+    for source in sources:
+        sharded = [each for each in rest if source.is_sharded(each.param)]
+        rest = [each for each in rest if not source.is_sharded(each.param)]
+        norm = _total_norm(sharded, norm_type, foreach) if sharded else torch.zeros(())
+        totals.append(source.all_ranks_norm(norm, norm_type))
+    if rest:
+        totals.append(_total_norm(rest, norm_type, foreach).to("cpu", torch.float64))
+    total: Tensor = torch.linalg.vector_norm(stack(totals), norm_type)
+    return total
 
 
 def _total_norm(grads: Sequence[_NamedGrad], norm_type: float, foreach: bool | None) -> Tensor:
@@ -313,7 +332,6 @@ def _foreach_mul(tensors: list[Tensor], factor: Tensor, foreach: bool | None) ->
 
 
 def _stored_values(named: _NamedGrad) -> Tensor:
-    """Return the values that a gradient stores, for writing."""
     if named.layout is GradLayout.MASKED:
         return stored_mask(named.grad)[0]
     return coo_values(named.grad) if named.layout is GradLayout.COO else named.grad

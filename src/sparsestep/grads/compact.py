@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -35,7 +35,7 @@ from sparsestep._torch import (
     without_torch_function,
 )
 from sparsestep.errors import InputError, message
-from sparsestep.grads.dedup import coo_sums, iter_sums, norm_of_sums, slot_norms
+from sparsestep.grads.dedup import iter_sums, norm_of_sums, slot_norms
 from sparsestep.grads.exchange import (
     GradSource,
     PendingGrad,
@@ -65,45 +65,32 @@ _METADATA = [
     if isinstance(attribute, types.GetSetDescriptorType) and name not in _DATA_ATTRIBUTES
 ]
 # Methods that read metadata only, and those that have a handler.
-_METHODS = (
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"),
-    "__format__",
-    *("is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference", "is_signed"),
-    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
-    "backward",
-    *("detach", "detach_", "clone", "copy_", "zero_", "add", "add_", "__add__", "__radd__"),
-    *("__iadd__", "mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multiply_"),
-    *("div", "div_", "__truediv__", "__div__", "__itruediv__", "__idiv__", "true_divide"),
-    *("true_divide_", "divide", "divide_", "neg", "neg_", "__neg__", "negative", "negative_"),
-    *(f"_foreach_{name}" for name in ("add", "add_", "mul", "mul_", "div", "div_", "neg", "neg_")),
-    *("_foreach_zero_", "_foreach_copy_"),
-)
+_METHODS = """
+    size dim ndimension numel nelement element_size get_device __len__ __format__ is_floating_point
+    is_complex is_conj is_neg is_inference is_signed requires_grad_ register_hook
+    register_post_accumulate_grad_hook retain_grad backward detach detach_ clone copy_ zero_
+    add add_ __add__ __radd__ __iadd__ mul mul_ __mul__ __rmul__ __imul__ multiply multiply_
+    div div_ __truediv__ __div__ __itruediv__ __idiv__ true_divide true_divide_ divide divide_
+    neg neg_ __neg__ negative negative_ _foreach_add _foreach_add_ _foreach_mul _foreach_mul_
+    _foreach_div _foreach_div_ _foreach_neg _foreach_neg_ _foreach_zero_ _foreach_copy_
+"""
 # Methods whose handler needs the sums of all rows.
-_CLIPPING = (
-    *("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"),
-    *("_foreach_norm", "_foreach_clamp_min", "_foreach_clamp_min_"),
-    *("_foreach_clamp_max", "_foreach_clamp_max_"),
-    "_amp_foreach_non_finite_check_and_unscale_",
-)
+_CLIPPING = """
+    clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_ _foreach_norm
+    _foreach_clamp_min _foreach_clamp_min_ _foreach_clamp_max _foreach_clamp_max_
+    _amp_foreach_non_finite_check_and_unscale_
+"""
 
 
-def _functions(names: Iterable[str]) -> Iterator[Any]:
-    for name in names:
-        for owner in (Tensor, torch):
-            if hasattr(owner, name):
-                yield getattr(owner, name)
+def _functions(names: str) -> set[Any]:
+    owners = (Tensor, torch)
+    return {getattr(o, name) for name in names.split() for o in owners if hasattr(o, name)}
 
 
-_NEEDS_SUMS: frozenset[Any] = frozenset(
-    [*_functions(_CLIPPING), torch.linalg.vector_norm, torch.linalg.norm]
-)
-_KEEPS_COMPACT: frozenset[Any] = frozenset(
-    [
-        *(attribute.__get__ for attribute in _METADATA),
-        *(attribute.__set__ for attribute in _METADATA),
-        *_functions(_METHODS),
-    ]
-)
+_NEEDS_SUMS = _functions(_CLIPPING) | {torch.linalg.vector_norm, torch.linalg.norm}
+_KEEPS_COMPACT = _functions(_METHODS)
+_KEEPS_COMPACT |= {attribute.__get__ for attribute in _METADATA}
+_KEEPS_COMPACT |= {attribute.__set__ for attribute in _METADATA}
 
 
 class CompactGrad(Tensor):
@@ -135,22 +122,7 @@ class CompactGrad(Tensor):
 
     @staticmethod
     def of(parts: Iterable[Any], shape: torch.Size, like: Tensor) -> CompactGrad:
-        """Create a gradient.
-
-        Args:
-            parts: in the order in which they are summed; with num_slots and slot_size.
-            shape: the parameter's.
-            like: a tensor of its dtype, on its device.
-
-        Example:
-            >>> row = torch.tensor([0, 0])
-            >>> bag = IndexedGrad(torch.tensor([3, 1]), torch.ones(1, 2), 5, 2, row)
-            >>> CompactGrad.of([bag], torch.Size([5, 2]), bag.values)
-            tensor(indices=tensor([[3, 1]]),
-                   values=tensor([[1., 1.],
-                                  [1., 1.]]),
-                   size=(5, 2), nnz=2, layout=torch.sparse_coo)
-        """
+        """Create the gradient of a parameter of this shape, of the dtype and device of ``like``."""
         made: CompactGrad = make_wrapper_subclass(
             CompactGrad, shape, dtype=like.dtype, device=like.device
         )
@@ -371,15 +343,13 @@ _DOUBLE_BACKWARD = message(
 
 
 def _detach(grad: CompactGrad) -> CompactGrad:
-    if grad.materialized is not None:
-        return _like(grad, (), grad.materialized.detach())
-    return _like(grad, grad.parts)
+    tensor = grad.materialized
+    return _like(grad, grad.parts, None if tensor is None else tensor.detach())
 
 
 def _clone(grad: CompactGrad, *, memory_format: object = None) -> CompactGrad:
-    if grad.materialized is not None:
-        return _like(grad, (), grad.materialized.clone())
-    return _like(grad, grad.parts)
+    tensor = grad.materialized
+    return _like(grad, grad.parts, None if tensor is None else tensor.clone())
 
 
 def _new_empty(grad: CompactGrad, size: Sequence[int], *_: object, **options: Any) -> Any:
@@ -407,11 +377,7 @@ def _zero(grad: CompactGrad) -> CompactGrad:
 
 def _is_real_scalar(factor: object) -> bool:
     if isinstance(factor, Tensor):
-        return (
-            not isinstance(factor, CompactGrad)
-            and factor.dim() == 0
-            and not factor.dtype.is_complex
-        )
+        return factor.dim() == 0 and not factor.dtype.is_complex
     return isinstance(factor, int | float)
 
 
@@ -469,26 +435,30 @@ def norm_equivalent(grad: Tensor, order: float) -> Tensor:
     """Return a strided tensor whose norm equals that of a strided, COO or compact gradient.
 
     Duplicates are summed, in at least float32.
-
-    Example:
-        >>> grad = torch.sparse_coo_tensor([[1, 1]], torch.tensor([[3.0, 0.0], [0.0, 4.0]]), (5, 2))
-        >>> torch.linalg.vector_norm(norm_equivalent(grad, 2.0), 2.0)
-        tensor(5.)
     """
     if isinstance(grad, CompactGrad) and grad.is_materialized:
         grad = grad.materialize_()
     if not grad.is_sparse:
         return grad
-    rows = _row_norms(grad, order)
-    if rows is not None:
-        # Orders below 1 are not native, so only an empty gradient needs the implicit zero.
-        return rows.new_zeros(1) if grad.numel() and not rows.numel() else rows
+    wide = torch.promote_types(grad.dtype, torch.float32)
     if isinstance(grad, CompactGrad):
-        values, count = norm_of_sums(grad.indexed(), order)
+        parts, by_row = grad.local_parts(), True
+    elif grad.is_coalesced():
+        values = coo_values(grad).to(wide)
+        return append_implicit_zero(values, values.numel(), grad, order)
     else:
-        _, values = coo_sums(grad)
-        count = values.numel()
-    return append_implicit_zero(values, count, grad, order)
+        values = coo_values(grad).resolve_neg()
+        parts = (IndexedGrad.from_coo(coo_indices(grad), values, grad.shape),)
+        by_row = grad.sparse_dim() == 1
+    norms = slot_norms(parts, order) if by_row else None
+    if norms is None and len(parts) > 1:
+        parts = (IndexedGrad.cat(parts),)
+        norms = slot_norms(parts, order)
+    if norms is not None:
+        # Orders below 1 are not native, so only an empty gradient needs the implicit zero.
+        return (norms if norms.numel() or not grad.numel() else norms.new_zeros(1)).to(wide)
+    sums, count = norm_of_sums(parts[0], order)
+    return append_implicit_zero(sums, count, grad, order)
 
 
 def append_implicit_zero(values: Tensor, count: int, grad: Tensor, order: float) -> Tensor:
@@ -496,21 +466,6 @@ def append_implicit_zero(values: Tensor, count: int, grad: Tensor, order: float)
     if count == grad.numel() or (count and 0 < order < math.inf):
         return values
     return cat([values.flatten(), values.new_zeros(1)])
-
-
-def _row_norms(grad: Tensor, order: float) -> Tensor | None:
-    """Return the norms of a gradient's slots; None if the core does not compute them."""
-    if isinstance(grad, CompactGrad):
-        parts = grad.local_parts()
-        found = slot_norms(parts, order)
-        if found is None and len(parts) > 1:
-            found = slot_norms((grad.indexed(),), order)
-    elif grad.sparse_dim() == 1 and not grad.is_coalesced():
-        indices, values = coo_indices(grad), coo_values(grad).resolve_neg()
-        found = slot_norms((IndexedGrad.from_coo(indices, values, grad.shape),), order)
-    else:
-        return None
-    return None if found is None else found.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 def _norm(
@@ -532,26 +487,8 @@ def _norm(
 
 
 def clamp_sums(grad: CompactGrad, low: float | None, high: float | None) -> CompactGrad:
-    """Return the gradient with its sums clamped, one row for each slot.
-
-    Args:
-        grad: not materialized.
-        low: at most 0, because missing elements are 0; ``None`` for no bound.
-        high: at least 0; ``None`` for no bound.
-
-    Example:
-        >>> import sparsestep
-        >>> table = sparsestep.nn.Embedding(5, 2)
-        >>> table(torch.tensor([1, 3, 1])).sum().backward()
-        >>> clamp_sums(table.weight.grad, None, 1.5)
-        tensor(indices=tensor([[1, 3]]),
-               values=tensor([[1.5000, 1.5000],
-                              [1.0000, 1.0000]]),
-               size=(5, 2), nnz=2, layout=torch.sparse_coo)
-    """
-    if grad.is_complex():
-        requirement = "the gradient must be real, because complex numbers have no order"
-        raise InputError(message(requirement, grad.dtype))
+    """Return a gradient that is not materialized with its sums clamped, one row for each slot."""
+    check_has_order(grad)
     if not ((low is None or low <= 0) and (high is None or high >= 0)):  # nor NaN
         requirement = (
             "0 must be within the bounds, so that entries outside a sparse gradient stay 0"
@@ -564,6 +501,13 @@ def clamp_sums(grad: CompactGrad, low: float | None, high: float | None) -> Comp
     indices = cat([slots for slots, _ in chunks])
     values = cat([total for _, total in chunks])
     return _like(grad, (IndexedGrad(indices, values, indexed.num_slots, indexed.slot_size),))
+
+
+def check_has_order(grad: Tensor) -> None:
+    """Raise InputError for a complex gradient."""
+    if grad.is_complex():
+        requirement = "the gradient must be real, because complex numbers have no order"
+        raise InputError(message(requirement, grad.dtype))
 
 
 def _clamp(grad: Any, low: Any = None, high: Any = None) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsestep._native import ext, isa
-from sparsestep._torch import coo_indices, coo_values, stack
+from sparsestep._torch import stack
 from sparsestep.grads.indexed import IndexedGrad, check_indices, index_error
 
 _CHUNK_ELEMENTS = 1 << 20  # small enough for a cache, large enough for torch's kernels
@@ -23,11 +23,7 @@ _NATIVE_ORDERS = {1.0: 1, 2.0: 2, math.inf: 3}  # as in native/core/types.h
 def iter_sums(
     grad: IndexedGrad, elements: int = _CHUNK_ELEMENTS
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the unique slots in ascending order with their sums, in chunks.
-
-    Args:
-        grad: the gradient; it has indices.
-        elements: the largest number of elements of a chunk.
+    """Yield the unique slots in ascending order with their sums, in chunks of so many elements.
 
     Example:
         >>> bag = torch.tensor([0, 0, 1])
@@ -37,6 +33,10 @@ def iter_sums(
         [1] [[1.0]]
         [3] [[3.0]]
     """
+    if grad.values.is_complex():
+        for slots, total in iter_sums(grad.view_as_real(), 2 * elements):
+            yield slots, torch.view_as_complex(total.reshape(len(total), grad.slot_size, 2))
+        return
     entries = _SortedEntries.of(grad)
     if entries is None:
         return
@@ -56,19 +56,12 @@ def iter_sums(
 
 @dataclass(frozen=True)
 class _SortedEntries:
-    """Entries sorted by slot, and where the run of each slot starts.
+    """Entries sorted by slot, and where the run of each slot starts."""
 
-    Attributes:
-        order: the entries by slot, those of a slot in order of appearance.
-        num_unique: the number of different slots.
-        slots: these, in ascending order.
-        starts: where the run of each starts in ``order``, and where the last one ends.
-    """
-
-    order: Tensor
+    order: Tensor  # the entries by slot, those of a slot in order of appearance
     num_unique: int
-    slots: Tensor
-    starts: Tensor
+    slots: Tensor  # the different ones, in ascending order
+    starts: Tensor  # of the run of each slot in ``order``, and the end of the last one
 
     @classmethod
     def of(cls, grad: IndexedGrad) -> _SortedEntries | None:
@@ -93,14 +86,7 @@ def _accumulate_dtype(grad: IndexedGrad) -> torch.dtype:
 
 
 def _sum_runs(grad: IndexedGrad, order: Tensor, starts: Tensor, per_chunk: int) -> Tensor:
-    """Sum runs of entries, each in its order.
-
-    Args:
-        grad: the gradient.
-        order: the entries, one run after the other.
-        starts: where each run starts, and where the last one ends.
-        per_chunk: how many rows to gather at a time.
-    """
+    """Sum runs of entries, each in its order; at most ``per_chunk`` rows are gathered at a time."""
     dtype, num_runs = _accumulate_dtype(grad), len(starts) - 1
     if not order.is_cpu:
         # One thread sums a run, column by column; index_add_ adds in any order there.
@@ -155,26 +141,6 @@ def sum_duplicates(grad: IndexedGrad) -> tuple[Tensor | None, Tensor]:
     return indices, grad.values.new_zeros(len(indices), grad.slot_size)
 
 
-def coo_sums(grad: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Return the slots of a COO gradient and the sum of each, in at least float32.
-
-    The slots of a coalesced gradient are ``None``: its values are the sums.
-
-    Example:
-        >>> coo_sums(torch.sparse_coo_tensor([[3, 1, 3]], torch.tensor([1.0, 2.0, 4.0]), (5,)))
-        (tensor([1, 3]), tensor([[2.],
-                [5.]]))
-    """
-    values = coo_values(grad)
-    if grad.is_coalesced():
-        return None, values.to(torch.promote_types(values.dtype, torch.float32))
-    indexed = IndexedGrad.from_coo(coo_indices(grad), values, grad.shape)
-    if not values.is_complex():
-        return sum_duplicates(indexed)
-    slots, total = sum_duplicates(indexed.view_as_real())
-    return slots, torch.view_as_complex(total.reshape(len(total), indexed.slot_size, 2))
-
-
 def merge_slots(grad: IndexedGrad, num_slots: int) -> IndexedGrad:
     """Return the same gradient over larger slots, with an ``element_mask``.
 
@@ -205,18 +171,8 @@ def merge_slots(grad: IndexedGrad, num_slots: int) -> IndexedGrad:
 def slot_norms(parts: tuple[IndexedGrad, ...], order: float) -> Tensor | None:
     """Return the norm of every slot's sum, in float64, without storing the sums.
 
-    Args:
-        parts: of the gradient; all have indices.
-        order: of the norm.
-
-    Returns:
-        A number for each entry: the slot's norm for the first of a slot, zero for the others.
-        ``None`` if the core cannot compute it.
-
-    Example:
-        >>> values = torch.tensor([[3.0, 0.0], [1.0, 0.0], [0.0, 4.0]])
-        >>> slot_norms((IndexedGrad(torch.tensor([3, 1, 3]), values, 5, 2),), 2.0)
-        tensor([5., 1., 0.], dtype=torch.float64)
+    There is a number for each entry: the slot's norm for the first of a slot, zero for the others.
+    ``None`` if the core cannot compute it.
     """
     native_order = _NATIVE_ORDERS.get(order)
     if ext is None or native_order is None or not all(part.values.is_cpu for part in parts):

@@ -9,75 +9,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sparsestep._torch import foreach_unscale_, stack, without_torch_function
+from sparsestep._torch import foreach_unscale_, without_torch_function
 from sparsestep.errors import InputError, message
 
 Facts = Mapping[str, str]
 
 
 class GradUndo(Protocol):
-    """The result of an exchange, which can be undone until all processes agree.
+    """The result of an exchange, which can be undone until all processes agree."""
 
-    Attributes:
-        error: why this process could not use what it has received.
-    """
-
-    error: BaseException | None
+    error: BaseException | None  # why this process could not use what it has received
 
     def undo(self) -> None:
         """Restore the gradients that parameters had before."""
-        ...
 
 
 class GradSource(Protocol):
-    """Exchanges the gradients of sharded parameters with other processes.
+    """Exchanges the gradients of sharded parameters; methods without ``param`` are collectives."""
 
-    Attributes:
-        index: in the order in which sources were made, which is that of all processes.
-    """
-
-    index: int
+    index: int  # in the order in which sources were made, which is that of all processes
 
     @property
     def is_lost(self) -> bool:
         """Whether other processes cannot be reached any more."""
-        ...
 
     def exchange_grads(self, facts: Facts, error: BaseException | None) -> GradUndo:
-        """Exchange pending gradients; all processes call it.
-
-        Args:
-            facts: what must be the same in all processes.
-            error: of this process; then all raise.
-        """
-        ...
+        """Exchange pending gradients. Raises in all processes if errors or facts differ."""
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise in every process if one has an error; all processes call it."""
-        ...
+        """Raise in every process if one has an error."""
+
+    def all_ranks_norm(self, norm: Tensor, order: float) -> Tensor:
+        """The norm of the norms of all processes."""
 
     def name_of(self, param: Tensor) -> str | None:
         """The name of a parameter in messages; ``None`` if it is not one of this source's."""
-        ...
 
     def is_sharded(self, param: Tensor) -> bool:
         """Whether other processes have other rows of the parameter; if not, they have a copy."""
-        ...
 
     def row_layout(self, param: Tensor) -> tuple[int, int]:
         """Row stride and offset of this process's shard."""
-        ...
-
-    def all_ranks_norm(self, norm: Tensor, order: float) -> Tensor:
-        """The norm over all processes, of the norm of each; all processes call it."""
-        ...
 
 
 class PendingGrad(NamedTuple):
@@ -94,7 +72,7 @@ grad_sources: dict[Any, Any] = _sources.data
 
 
 def register(param: Tensor, source: GradSource) -> None:
-    """Have the gradient of a parameter exchange_grads from a source."""
+    """Let a source exchange the gradient of a parameter."""
     _sources[param] = ref(source, _purge)
 
 
@@ -112,7 +90,7 @@ def source_of(param: Tensor) -> GradSource | None:
 
 
 def sources_of(params: Iterable[Tensor]) -> list[GradSource]:
-    """Where the gradients of parameters exchange_grads from, in the order of all processes."""
+    """The gradient sources of parameters, in the order of all processes."""
     if not grad_sources:
         return []
     return _in_order(map(source_of, params))
@@ -127,47 +105,35 @@ class GradExchange:
     """An exchange of gradients that counts only if all processes agree on what follows.
 
     A process with an error still takes part in the exchanges that follow: no other waits for it.
-    An exchange that raises does so in all processes of its source, and is over.
-
-    Args:
-        sources: of the gradients.
-        facts: returns what must be the same in all processes of a source.
+    An exchange that raises does so in all processes of its source, and is over. ``facts`` returns
+    what must be the same in all processes of a source.
     """
 
     def __init__(self, sources: Sequence[GradSource], facts: Callable[[GradSource], Facts]) -> None:
         self._exchanged: list[tuple[GradSource, GradUndo]] = []
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # the first one
         for source in sources:
             try:
-                result = source.exchange_grads(facts(source), self._error)
+                result = source.exchange_grads(facts(source), self.error)
                 self._exchanged.append((source, result))
-                self._error = self._error or result.error
+                self.error = self.error or result.error
             except BaseException as raised:
                 self._fail(source, raised)
 
     def agree(self, error: BaseException | None = None) -> None:
-        """Raise in every process if one has an error; then no gradient has been exchanged.
-
-        Args:
-            error: of this process.
-        """
-        self._error = self._error or error
+        """Raise in every process if one has an error; then no gradient has been exchanged."""
+        self.error = self.error or error
         for source, _ in self._exchanged:
             try:
-                source.agree(self._error)
+                source.agree(self.error)
             except BaseException as raised:
                 self._fail(source, raised)
-        if self._error is not None:
+        if self.error is not None:
             self._undo()
-            raise self._error
-
-    @property
-    def error(self) -> BaseException | None:
-        """What has gone wrong so far."""
-        return self._error
+            raise self.error
 
     def _fail(self, source: GradSource, error: BaseException) -> None:
-        self._error = self._error or error
+        self.error = self.error or error
         if source.is_lost:
             self._undo()
             raise error
@@ -178,54 +144,10 @@ class GradExchange:
 
 
 def exchange_grads(params: Iterable[Tensor], reader: str = "reads gradients") -> None:
-    """Exchange the pending gradients of parameters; all processes call it.
-
-    Args:
-        params: the parameters.
-        reader: what needs them; the same in all processes.
-
-    Example:
-        >>> import torch
-        >>> exchange_grads([torch.zeros(3)])  # no sharded parameter
-    """
+    """Exchange the pending gradients of parameters; all processes call it, for the same reader."""
     sources = sources_of(params)
     if sources:
         GradExchange(sources, lambda _: {"caller": reader}).agree()
-
-
-class _Held(Protocol):
-    @property
-    def param(self) -> Tensor: ...
-
-
-Held = TypeVar("Held", bound=_Held)
-
-
-def norm_over_ranks(
-    held: Sequence[Held],
-    sources: Sequence[GradSource],
-    order: float,
-    norm: Callable[[Sequence[Held]], Tensor],
-) -> Tensor:
-    """The norm of gradients over all processes; replicated ones count once.
-
-    Args:
-        held: the gradients that are here.
-        sources: those of the parameters; all processes have the same.
-        order: of the norm.
-        norm: that of some gradients, at least one.
-    """
-    if not sources:
-        return norm(held)
-    totals, rest = [], list(held)
-    for source in sources:
-        sharded = [each for each in rest if source.is_sharded(each.param)]
-        rest = [each for each in rest if not source.is_sharded(each.param)]
-        totals.append(source.all_ranks_norm(norm(sharded) if sharded else torch.zeros(()), order))
-    if rest:
-        totals.append(norm(rest).to("cpu", torch.float64))
-    total: Tensor = torch.linalg.vector_norm(stack(totals), order)
-    return total
 
 
 class UnscaledValues(Tensor):

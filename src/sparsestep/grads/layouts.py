@@ -85,6 +85,12 @@ def indexed_grad(param: Tensor, grad: Gradient, *, row_slots: bool = False) -> I
             IndexedGrad.
         row_slots: slots have to be rows, for a rule that keeps state per row.
 
+    Returns:
+        The gradient that engines see; its values are those of ``grad``.
+
+    Raises:
+        InputError: the gradient does not fit the parameter, or has an unsupported layout.
+
     Example:
         >>> param = torch.zeros(5, 2)
         >>> rows = torch.tensor([[3, 1, 3]])
@@ -93,17 +99,16 @@ def indexed_grad(param: Tensor, grad: Gradient, *, row_slots: bool = False) -> I
         >>> grad.indices.tolist(), grad.num_slots, grad.slot_size
         ([[3, 1, 3]], 5, 2)
     """
-    if isinstance(grad, IndexedGrad):
-        found = _from_indexed(param, grad)
-    elif isinstance(grad, MaskedTensor):
-        found = _from_masked(param, grad)
-    else:
-        found = _from_tensor(param, grad)
+    found = _convert(param, grad)
     return to_row_slots(param, found) if row_slots and param.dim() else found
 
 
-def _from_tensor(param: Tensor, grad: Any) -> IndexedGrad:
+def _convert(param: Tensor, grad: Any) -> IndexedGrad:
     layout = classify(grad)
+    if layout is GradLayout.INDEXED:
+        return _from_indexed(param, grad)
+    if layout is GradLayout.MASKED:
+        return _from_masked(param, grad)
     if layout is GradLayout.UNSUPPORTED:
         raise _unsupported(grad)
     _check_matches(param, grad)
@@ -174,14 +179,7 @@ def _check_has_storage(name: str, tensor: Tensor) -> None:
 
 
 def to_row_slots(param: Tensor, grad: IndexedGrad) -> IndexedGrad:
-    """Regroup slots into rows. Elements without an entry are excluded by ``element_mask``.
-
-    Example:
-        >>> element = IndexedGrad(torch.tensor([3]), torch.ones(1, 1), 6, 1)
-        >>> grad = to_row_slots(torch.zeros(3, 2), element)
-        >>> grad.indices.tolist(), grad.element_mask.tolist()
-        ([1], [[False, True]])
-    """
+    """Regroup slots into rows. Elements without an entry are excluded by ``element_mask``."""
     rows = param.shape[0]
     if grad.num_slots == rows:
         return grad
@@ -195,10 +193,7 @@ def to_row_slots(param: Tensor, grad: IndexedGrad) -> IndexedGrad:
 def local_grad(param: DTensor, grad: Any, *, row_slots: bool) -> Any:
     """Return the local part of a DTensor parameter's gradient.
 
-    Args:
-        param: the parameter.
-        grad: its gradient.
-        row_slots: whether the rule keeps state per row, and so has to see whole rows.
+    With ``row_slots``, the rule keeps state per row, and so has to see whole rows.
     """
     if any(placement.is_partial() for placement in param.placements):
         requirement = "a DTensor parameter must be sharded or replicated"
@@ -261,11 +256,13 @@ def _from_compressed(grad: Tensor) -> IndexedGrad:
     values = values.resolve_neg().reshape(plain.numel() * block_rows, slot_size)
     num_slots = math.prod(grad.shape[: batch_dims + 1]) * blocks_across
     if by_row and not batch_dims and ext is not None and compressed.is_cpu:
-        native = _native_slots(
-            compressed.contiguous(), plain.contiguous(), block_rows, blocks_across
-        )
-        if native is not None:
-            return IndexedGrad(native[0], values, num_slots, slot_size, native[1])
+        compressed, plain = compressed.contiguous(), plain.contiguous()
+        indices = plain.new_empty(plain.numel() * block_rows)
+        order = torch.empty_like(indices) if block_rows > 1 else None
+        threads = torch.get_num_threads()
+        # One pass, slots in ascending order. It declines invalid indices.
+        if ext.slots_of(compressed, plain, block_rows, blocks_across, indices, order, threads):
+            return IndexedGrad(indices, values, num_slots, slot_size, order)
     entries = plain.shape[-1]
     _check_compressed_indices(compressed, entries)
     check_indices(plain, blocks_across if by_row else blocks_down, dim=batch_dims + int(by_row))
@@ -285,18 +282,6 @@ def _from_compressed(grad: Tensor) -> IndexedGrad:
         offsets = torch.arange(block_rows, device=compressed.device) * blocks_across
         indices = (indices[:, None] + offsets).reshape(-1)
     return IndexedGrad(indices, values, num_slots, slot_size)
-
-
-def _native_slots(
-    compressed: Tensor, plain: Tensor, block_rows: int, row_slots: int
-) -> tuple[Tensor, Tensor | None] | None:
-    """Indices and value_index in row order, in one native pass; None for invalid indices."""
-    assert ext is not None
-    indices = plain.new_empty(plain.numel() * block_rows)
-    value_index = torch.empty_like(indices) if block_rows > 1 else None
-    threads = torch.get_num_threads()
-    valid = ext.slots_of(compressed, plain, block_rows, row_slots, indices, value_index, threads)
-    return (indices, value_index) if valid else None
 
 
 def _block_shape(
@@ -348,15 +333,7 @@ def _check_compressed_indices(compressed: Tensor, entries: int) -> None:
 
 
 def stored_mask(grad: Any) -> tuple[Tensor, Tensor]:
-    """Return the values that a masked gradient stores, and which of them it has.
-
-    Example:
-        >>> import warnings
-        >>> warnings.simplefilter("ignore")  # torch's: masked tensors are a prototype
-        >>> grad = torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False]))
-        >>> stored_mask(grad)
-        (tensor([1., 1.]), tensor([ True, False]))
-    """
+    """Return the values that a masked gradient stores, and which of them it has."""
     data, mask = grad.get_data(), grad.get_mask()
     layout = classify(data)
     if layout is GradLayout.STRIDED:
@@ -367,7 +344,7 @@ def stored_mask(grad: Any) -> tuple[Tensor, Tensor]:
 
 
 def _from_masked(param: Tensor, grad: MaskedTensor) -> IndexedGrad:
-    found = _from_tensor(param, grad.get_data())
+    found = _convert(param, grad.get_data())
     mask = stored_mask(grad)[1]
     if found.indices is not None and bool(mask.all()):
         return found

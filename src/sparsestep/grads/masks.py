@@ -50,6 +50,28 @@ def per_param(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]
     return masks
 
 
+def changed_entries(old: Tensor | None, new: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """Return where two masks of a parameter differ, by rows, or by elements if one of them is.
+
+    ``None`` instead of a mask selects everything; the result is ``None`` if both do.
+
+    Example:
+        >>> rows, elements = torch.tensor([True, False]), torch.tensor([[True, False]] * 2)
+        >>> changed_entries(rows, None, torch.Size([2, 2]))
+        tensor([False,  True])
+        >>> changed_entries(rows, elements, torch.Size([2, 2]))
+        tensor([[False,  True],
+                [ True, False]])
+    """
+    if old is None or new is None:
+        given = new if old is None else old
+        return None if given is None else ~given
+    if old.shape != new.shape:
+        by_element = [-1] + [1] * (len(shape) - 1)
+        old, new = (m.view(by_element) if m.dim() == 1 else m for m in (old, new))
+    return old ^ new
+
+
 class MaskSelection:
     """Indices of a mask's True slots, cached until the mask's version changes."""
 
@@ -58,11 +80,7 @@ class MaskSelection:
         self.mask = mask
         self.shape = shape  # of the parameter that the mask was checked against
         # The form the native core reads: indices, number of slots, shape of the parameter.
-        self.native: tuple[Tensor, int, torch.Size] = (
-            torch.empty(0, dtype=torch.int64),
-            0,
-            shape,
-        )
+        self.native: tuple[Tensor, int, torch.Size] = (torch.empty(0).long(), 0, shape)
 
     def refresh(self) -> MaskSelection:
         """Read the mask if it has changed. Inference tensors have no version: always."""
@@ -87,12 +105,7 @@ CachedMask = tuple[Tensor, Tensor | None, int, tuple[Tensor, int, torch.Size] | 
 def cached_masks(
     params: Sequence[Tensor], selections: Sequence[MaskSelection | None]
 ) -> list[CachedMask] | None:
-    """Return what the core compares masks with; None if a mask has no version.
-
-    Args:
-        params: of a group.
-        selections: of their masks, refreshed.
-    """
+    """Return what the core compares the refreshed masks with; None if one has no version."""
     cached: list[CachedMask] = []
     for param, selection in zip(params, selections, strict=True):
         if selection is None:
@@ -105,12 +118,7 @@ def cached_masks(
 
 
 def apply_mask(grad: IndexedGrad, selection: MaskSelection, numel: int) -> IndexedGrad:
-    """Return the part of a gradient that a mask selects.
-
-    Args:
-        grad: the gradient.
-        selection: of the mask, refreshed.
-        numel: the parameter's number of elements.
+    """Return the part of the gradient of ``numel`` elements that a refreshed mask selects.
 
     Example:
         >>> rows = MaskSelection(torch.tensor([True, False, True]), torch.Size([3, 4])).refresh()

@@ -7,6 +7,7 @@ import errno
 import functools
 import mmap
 import os
+import platform
 import struct
 import sys
 import tempfile
@@ -38,6 +39,12 @@ _NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL}
 
 # On Windows, a mapped file can be neither replaced nor renamed.
 CAN_REMAP = sys.platform != "win32"
+
+# Do not reserve memory for pages that may never be touched: the system would refuse more than it
+# has. Python has a name for it from 3.13 on.
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"):
+    NORESERVE = 0x4000
 
 _MAP_FIXED = 0x10  # the same on Linux and macOS
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
@@ -93,17 +100,8 @@ def naming(path: str) -> Iterator[None]:
 def create(path: str, head: bytes, size: int, *, replace: bool) -> int | None:
     """Create a file, complete and locked, or not at all; follows symbolic links.
 
-    Args:
-        path: of the file.
-        head: its first bytes; the others are zero.
-        size: its size.
-        replace: replace an existing file, whose descriptors keep the old one.
-
-    Returns:
-        The descriptor; ``None`` if the file exists and is not to be replaced.
-
-    Raises:
-        OSError: names ``path``, never the temporary file.
+    Its first bytes are ``head``, the others zero. Returns its descriptor; ``None`` if it exists and
+    is not to be replaced. An ``OSError`` names ``path``, never the temporary file.
     """
     with naming(path):
         target = os.path.realpath(path)
@@ -114,34 +112,28 @@ def create(path: str, head: bytes, size: int, *, replace: bool) -> int | None:
             os.ftruncate(descriptor, size)
             write(descriptor, head, 0)
             allocate_in_memory(descriptor)
-            if hasattr(os, "fchmod"):
-                os.fchmod(descriptor, 0o644)
-            if replace:
+            os.fchmod(descriptor, 0o644)
+            if replace or not _link(temporary, target):
                 os.replace(temporary, target)
-            elif not _link(temporary, target):
-                os.close(descriptor)
-                os.unlink(temporary)
-                return None
-        except BaseException:
+        except BaseException as error:
             os.close(descriptor)
             remove(temporary)
+            if isinstance(error, FileExistsError):
+                return None
             raise
     return descriptor
 
 
 def _link(temporary: str, target: str) -> bool:
-    """Give a file its name; ``False`` if another file has that name."""
+    """Give a file a name that is free; ``False`` on file systems without hard links."""
     try:
         os.link(temporary, target)
-    except FileExistsError:
-        return False
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
         if os.path.lexists(target):
-            return False
-        os.rename(temporary, target)
-        return True
+            raise FileExistsError from None
+        return False
     os.unlink(temporary)
     return True
 
@@ -179,26 +171,27 @@ def _sync_folder(folder: str | os.PathLike[str]) -> None:
 def map_file(address: int, size: int, descriptor: int) -> None:
     """Map a file, shared and writable, in place of the mapping at an address."""
     prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    found = _libc().mmap(address, size, prot, flags, descriptor, 0)
+    found = libc().mmap(address, size, prot, flags, descriptor, 0)
     if found != address:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 
 
 @functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    word, number = ctypes.c_size_t, ctypes.c_int
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, word, number, number, number, ctypes.c_ssize_t)
-    return libc
+def libc() -> ctypes.CDLL:
+    """The C library, with the types of ``mmap`` and ``madvise``."""
+    library = ctypes.CDLL(None, use_errno=True)
+    pointer, word, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.restype = pointer
+    library.mmap.argtypes = (pointer, word, number, number, number, ctypes.c_ssize_t)
+    library.madvise.argtypes = (pointer, word, number)
+    return library
 
 
 def populate(memory: mmap.mmap, begin: int, size: int) -> int:
-    """Make pages writable in memory: fails where a write would end the process with ``SIGBUS``.
+    """Make pages writable; returns an errno where a write would end the process with ``SIGBUS``.
 
-    Returns:
-        An errno, or 0; also 0 if the system has no such call.
+    Returns 0 if they are writable, or if the system has no such call.
     """
     if sys.platform != "linux":
         return 0
@@ -300,10 +293,9 @@ def extents(descriptor: int) -> Iterator[tuple[int, int]]:
 def copy_sparse(source: int, target: int) -> int:
     """Copy a file into an empty one; pages of zeros become holes. Reserves the blocks first.
 
-    Returns:
-        A checksum that is the same whether zeros are holes or written: the CRC-32 of all pages that
-        are not zero, each run of them preceded by its offset and length. A run does not cross a
-        multiple of 16 MiB.
+    Returns a checksum that is the same whether zeros are holes or written: the CRC-32 of all pages
+    that are not zero, each run of them preceded by its offset and length. A run does not cross a
+    multiple of 16 MiB.
     """
     os.ftruncate(target, os.fstat(source).st_size)
     for begin, end in extents(source):

@@ -25,33 +25,20 @@ T = TypeVar("T")
 # Sizes and counts stay below this, so that sums and products of two fit into 64 bits or are caught.
 LIMIT = 1 << 62
 
-DTYPES: dict[str, torch.dtype] = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
-}
-
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without its module.
-
-    Example:
-        >>> dtype_name(torch.float32)
-        'float32'
-    """
+    """The name of a dtype without its module."""
     return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {dtype_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 # JSON
 
 
 def dumps(value: Any, **options: Any) -> bytes:
-    """Encode a value as JSON; it may contain dataclasses and dtypes.
-
-    Example:
-        >>> dumps(RowField((3,), torch.float32))
-        b'{"shape": [3], "dtype": "float32"}'
-    """
+    """Encode a value as JSON; it may contain dataclasses and dtypes."""
     return json.dumps(value, default=_plain, **options).encode()
 
 
@@ -62,12 +49,7 @@ def _plain(value: Any) -> Any:
 
 
 def loads(text: bytes) -> dict[str, Any]:
-    """Parse a JSON object; refuses duplicate keys.
-
-    Example:
-        >>> loads(b'{"rows": 3}')
-        {'rows': 3}
-    """
+    """Parse a JSON object; refuses duplicate keys."""
     try:
         found = json.loads(text.decode(), object_pairs_hook=_unique)
     except RecursionError:
@@ -96,17 +78,7 @@ class Readable:
 
 
 def read(kind: type[T], value: Any) -> T:
-    """Read a dataclass from JSON.
-
-    Example:
-        >>> read(RowField, {"shape": [3], "dtype": "float32"})
-        RowField(shape=(3,), dtype=torch.float32)
-        >>> try:
-        ...     read(RowField, {"shape": [3], "dtype": "real"})
-        ... except ValueError as error:
-        ...     print(error)
-        the dtype of state must be the name of a torch dtype, got 'real'
-    """
+    """Read a dataclass from JSON."""
     return typing.cast("T", _read(kind, "", value))
 
 
@@ -225,11 +197,6 @@ class RowField(Readable):
 class RowLayout(NamedTuple):
     """The tensors that share a row of a file.
 
-    Attributes:
-        fields: by the name of the tensor; the table's is ``TABLE``.
-        offsets: of each tensor in a row, in bytes.
-        row_bytes: size of a row, with padding.
-
     Example:
         >>> state = {"sum": RowField((), torch.float32)}
         >>> layout = RowLayout.of(RowField((64,), torch.float32), state)
@@ -237,14 +204,15 @@ class RowLayout(NamedTuple):
         ({'': 0, 'sum': 256}, 260)
     """
 
-    fields: dict[str, RowField]
-    offsets: dict[str, int]
-    row_bytes: int
+    fields: dict[str, RowField]  # by the name of the tensor
+    offsets: dict[str, int]  # of each tensor in a row, in bytes
+    row_bytes: int  # with padding
 
     @classmethod
     def of(cls, table: RowField, state: Mapping[str, RowField]) -> RowLayout:
         """The table first, then state from the longest elements to the shortest, without gaps."""
-        fields = {TABLE: table, **dict(sorted(state.items(), key=lambda item: _order(item[1])))}
+        names = sorted(state, key=lambda name: (-state[name].dtype.itemsize, -state[name].bytes))
+        fields = {TABLE: table, **{name: state[name] for name in names}}
         offsets, end = {}, 0
         for name, field in fields.items():
             offsets[name] = end = _rounded_up(end, field.dtype.itemsize)
@@ -262,10 +230,6 @@ class RowLayout(NamedTuple):
         return (self.row_bytes // field.dtype.itemsize, *inside)
 
 
-def _order(field: RowField) -> tuple[int, int]:
-    return -field.dtype.itemsize, -field.bytes
-
-
 def _rounded_up(size: int, to: int) -> int:
     return -(-size // to) * to
 
@@ -279,19 +243,12 @@ _MAGIC = b"sparsestep tensor "
 
 
 class FileHeader(NamedTuple):
-    """Content of the first page of a file.
+    """Content of the first page of a file."""
 
-    Attributes:
-        shape: of the table.
-        dtype: of the table.
-        state: what each row has room for.
-        used: the state that was ever written: the room of other state is zero.
-    """
-
-    shape: torch.Size
+    shape: torch.Size  # of the table
     dtype: torch.dtype
-    state: dict[str, RowField]
-    used: frozenset[str] = frozenset()
+    state: dict[str, RowField]  # what each row has room for
+    used: frozenset[str] = frozenset()  # the state that was ever written: other room is zero
 
     @property
     def layout(self) -> RowLayout:
@@ -375,9 +332,8 @@ def check_header(
         got = f"{tuple(wanted.shape)} and {dtype_name(wanted.dtype)} instead of {was}"
         raise InputError(message(requirement, got))
     if state is not None and found.state != state:
-        requirement = (
-            f"{path} must be opened with the optimizer that it was created with, or without"
-        )
+        creator = "the optimizer that it was created with"
+        requirement = f"{path} must be opened with {creator}, or without"
         got = f"one with state {_listed(state)}, where a row has room for {_listed(found.state)}"
         remedy = "To change it, copy the table to a new file"
         raise InputError(message(requirement, got, remedy))

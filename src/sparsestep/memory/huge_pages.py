@@ -9,7 +9,6 @@ time, so no step takes much longer than others.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from sparsestep.memory.disk import libc
 from sparsestep.memory.mapped_file import file_of
 
 _HUGE_PAGE = 2 << 20
@@ -88,16 +88,10 @@ def _move_page(waiting: _Waiting) -> bool:
     if begin + _HUGE_PAGE > tensor.data_ptr() + tensor.nbytes:
         return False
     waiting.bytes_done += _HUGE_PAGE
-    page, size = ctypes.c_void_p(begin), ctypes.c_size_t(_HUGE_PAGE)
-    advise = _libc().madvise
-    if advise(page, size, ctypes.c_int(_MADV_COLLAPSE)):  # nothing has been touched there yet
-        advise(page, size, ctypes.c_int(_MADV_HUGEPAGE))
+    advise = libc().madvise
+    if advise(begin, _HUGE_PAGE, _MADV_COLLAPSE):  # nothing has been touched there yet
+        advise(begin, _HUGE_PAGE, _MADV_HUGEPAGE)
     return True
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 @functools.cache

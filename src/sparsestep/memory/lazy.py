@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
-import mmap
 import os
-import platform
-import sys
 from typing import Any
 
 import torch
@@ -21,40 +18,23 @@ from sparsestep.memory.tensors import out_of_range
 # Below this, zeroing at once is cheaper than asking the system for pages of our own.
 _SMALL_BYTES = 1 << 20
 
-# Windows has no private anonymous maps; there, zeros are written at once.
-_LAZY = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS")
-
-# Do not reserve memory for pages that may never be touched: the system would refuse more than it
-# has. Python has a name for it from 3.13 on.
-NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
-if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"):
-    NORESERVE = 0x4000
-
 
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that the operating system provides page by page, on first touch.
 
     ``torch.zeros`` writes every byte, so the first step on a large table would cost time and memory
-    in proportion to the table. On other devices than the CPU, this is ``torch.zeros``.
-
-    Example:
-        >>> zeros(torch.Size([2, 3]), torch.float32, torch.device("cpu"))
-        tensor([[0., 0., 0.],
-                [0., 0., 0.]])
+    in proportion to the table. On other devices than the CPU, and without the extension, this is
+    ``torch.zeros``.
     """
-    count = math.prod(shape)
-    size = count * dtype.itemsize
-    if device.type != "cpu" or size < _SMALL_BYTES or not _LAZY:
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _SMALL_BYTES or ext is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     try:
-        if ext is not None:
-            return ext.lazy_zeros(size).view(dtype).view(shape)
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
-    except (OSError, MemoryError):
+        return ext.lazy_zeros(size).view(dtype).view(shape)
+    except MemoryError:
         requirement = f"the state of a parameter needs {size:,} bytes of address space"
         remedy = "Choose a smaller state_dtype, or an optimizer that keeps its state per row"
         raise MemoryError(message(requirement, os.strerror(errno.ENOMEM), remedy)) from None
-    return torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
 
 
 def full(shape: torch.Size, value: complex, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -117,12 +97,7 @@ def saved_by_row(state: Tensor) -> Tensor:
 
 
 def rows_in_use(state: Tensor) -> Tensor:
-    """Rows of which some bit is not zero, in ascending order.
-
-    Example:
-        >>> rows_in_use(torch.tensor([[0.0, 0.0], [0.0, 3.0], [-0.0, 0.0]])).tolist()
-        [1, 2]
-    """
+    """Rows of which some bit is not zero, in ascending order."""
     row_bytes = state.nbytes // len(state)
     words = state.view(len(state), -1).view(word_dtype(row_bytes))
     step = max(1, _CHUNK_BYTES // row_bytes)

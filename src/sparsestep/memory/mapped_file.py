@@ -19,7 +19,6 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,68 +61,44 @@ class FileRows(NamedTuple):
         """Number of pages of the file."""
         return -(-(self.offset + self.total * self.row_bytes) // self.page_bytes)
 
-    def page_runs(self, rows: Tensor | None, known: Tensor | None) -> list[tuple[int, int]]:
-        """First page and length of each run of pages that hold rows and are not known.
+    def pages_of(self, rows: Tensor) -> Tensor:
+        """The pages that hold rows; ignores what is no row.
 
         Example:
-            >>> FileRows(9, 2048, 4096, 4096).page_runs(torch.tensor([1, 2, 7, -5]), None)
-            [(1, 2), (4, 1)]
+            >>> FileRows(9, 2048, 4096, 4096).pages_of(torch.tensor([1, 2, 7, -5])).tolist()
+            [1, 2, 4]
         """
-        if rows is None:
-            return [(0, self.num_pages)]
         rows = rows[(rows >= 0) & (rows < self.total)]
         begin = self.offset + rows * self.row_bytes
         first, last = begin // self.page_bytes, (begin + self.row_bytes - 1) // self.page_bytes
         inside = torch.arange(int((last - first).max()) + 1 if len(rows) else 0)
-        each = (first[:, None] + inside).minimum(last[:, None]).unique()
-        runs: list[tuple[int, int]] = []
-        for page in (each if known is None else each[~known[each]]).tolist():
-            if runs and runs[-1][0] + runs[-1][1] == page:
-                runs[-1] = runs[-1][0], runs[-1][1] + 1
-            else:
-                runs.append((page, 1))
-        return runs
+        pages: Tensor = (first[:, None] + inside).minimum(last[:, None]).unique()
+        return pages
 
 
 class MappedFile(mmap.mmap):
-    """A file with a table in it, mapped into memory; torch keeps it as long as a tensor lives.
+    """A file with a table in it, mapped into memory; torch keeps it as long as a tensor lives."""
 
-    Attributes:
-        path: of the file when it was opened.
-        descriptor: of the open file.
-        header: what it says of itself.
-        layout: the fields of a row.
-        address: of the table's first element.
-        state_files: the files of state that is not in the rows, by name, the latest of each.
-        dirty_rows: for each row whether it was written since the last checkpoint; ``None`` if no
-            checkpoint needs it.
-        version: the table's version counter after the last write that was announced; ``None``
-            before.
-        saved_in: id of the checkpoint that has its rows, except for the dirty ones.
-        to_clear: state in its rows that is still to be zeroed; ``None`` outside of
-            ``to_be_replaced``.
-        is_locked: whether this process has locked it, which it does before it first writes.
-        settles_in: for state that ``load_state_dict`` has set aside: the file whose rows will have
-            it, and its name there.
-        reserved: for each page whether it has blocks on the disk.
-        prefetched: for each page whether it was prefetched.
-        num_prefetched: how many pages were.
-    """
-
-    path: str
+    path: str  # when it was opened
     descriptor: int = -1
     header: FileHeader
     layout: RowLayout
-    address: int
+    address: int  # of the table's first element
+    # Files of state that is not in the rows, by name, the latest of each.
     state_files: dict[str, weakref.ref[MappedFile]]
+    # Whether each row was written since the last checkpoint; None if no checkpoint needs it.
     dirty_rows: Tensor | None = None
+    # The table's version counter after the last write that was announced.
     version: int | None = None
+    # The id of the checkpoint that has its rows, except for the dirty ones.
     saved_in: str | None = None
+    # State in its rows that is still to be zeroed; None outside of `to_be_replaced`.
     to_clear: set[str] | None = None
+    # Where state belongs that `load_state_dict` has set aside: a file, and its name in the rows.
     settles_in: tuple[MappedFile, str] | None = None
-    is_locked: bool = False
-    reserved: Tensor
-    prefetched: Tensor
+    is_locked: bool = False  # by this process, which locks it before it first writes
+    reserved: Tensor  # whether each page has blocks on the disk
+    prefetched: Tensor  # whether each page was prefetched
     num_prefetched: int = 0
     _memory: weakref.WeakValueDictionary[str, Any]
 
@@ -132,10 +107,10 @@ class MappedFile(mmap.mmap):
         self.path, self.descriptor = path, os.dup(descriptor)
         self.header, self.layout = header, header.layout
         self.state_files, self._memory = {}, weakref.WeakValueDictionary()
-        self.advise_random()
+        self.advise("RANDOM")
         pages = torch.Size([self.rows.num_pages])
-        self.reserved = lazy.zeros(pages, torch.bool, torch.device("cpu"))
-        self.prefetched = lazy.zeros(pages, torch.bool, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        self.reserved, self.prefetched = (lazy.zeros(pages, torch.bool, cpu) for _ in range(2))
         self.address = self.tensor().data_ptr()
         known = [self.address + offset for offset in self.layout.offsets.values()]
         reference = weakref.ref(self, lambda _: [mapped_files.pop(begin, None) for begin in known])
@@ -231,19 +206,24 @@ class MappedFile(mmap.mmap):
 
     def _populate(self, rows: Tensor | None, known: Tensor | None = None) -> int:
         """Make the pages of rows writable, except for known ones; returns an errno, or 0."""
-        page_bytes = self.rows.page_bytes
-        for first, pages in self.rows.page_runs(rows, known):
-            error = disk.populate(self, first * page_bytes, pages * page_bytes)
+        if rows is None:
+            error = disk.populate(self, 0, len(self))
+            if known is not None and not error:
+                known.fill_(True)
+            return error
+        pages = self.rows.pages_of(rows)
+        pages = pages if known is None else pages[~known[pages]]
+        for page in pages.tolist():
+            error = disk.populate(self, page * mmap.PAGESIZE, mmap.PAGESIZE)
             if error:
                 return error
-            if known is not None:
-                known[first : first + pages] = True
+        if known is not None:
+            known[pages] = True
         return 0
 
     def evict(self) -> None:
         """Unmap all pages, and drop clean ones from the page cache; see ``disk.evict``."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self.madvise(mmap.MADV_DONTNEED)
+        self.advise("DONTNEED")
         disk.evict(self.descriptor)
 
     def prefetch(self, rows: Tensor) -> None:
@@ -285,22 +265,13 @@ class MappedFile(mmap.mmap):
         os.dup2(descriptor, self.descriptor, inheritable=False)
         self.header, self.reserved = header, reserved
         self._forget_prefetched()
-        self.advise_random()
+        self.advise("RANDOM")
 
-    def advise_random(self) -> None:
-        """Read no pages around those that are read."""
-        if hasattr(mmap, "MADV_RANDOM"):
-            self.madvise(mmap.MADV_RANDOM)
-
-    @contextmanager
-    def read_in_order(self) -> Iterator[None]:
-        """While it lasts, the operating system reads ahead."""
-        if hasattr(mmap, "MADV_SEQUENTIAL"):
-            self.madvise(mmap.MADV_SEQUENTIAL)
-        try:
-            yield
-        finally:
-            self.advise_random()
+    def advise(self, how: str) -> None:
+        """Tell the system how pages are used: ``RANDOM`` reads none around those that are read."""
+        advice = getattr(mmap, f"MADV_{how}", None)
+        if advice is not None:
+            self.madvise(advice)
 
     def flush_to_disk(self) -> None:
         """Return when everything that was written is on the disk."""
@@ -318,12 +289,8 @@ def open_file(
 ) -> MappedFile:
     """Open a file with a table, or create it.
 
-    Args:
-        path: of the file.
-        shape: of the table; must be that of an existing file.
-        dtype: likewise.
-        state: what each row has room for, likewise; ``None`` accepts any that an existing file has.
-        replace: replace an existing file. Its tensors live on without it.
+    An existing file must have the shape and dtype, and room in its rows for ``state``; ``None``
+    accepts any. With ``replace``, it is replaced, and its tensors live on without it.
     """
     if ext is None:
         requirement = "storage.mapped needs the compiled extension of sparsestep"
@@ -338,23 +305,21 @@ def _open(
     path: str, wanted: FileHeader, state: Mapping[str, RowField] | None, replace: bool
 ) -> MappedFile:
     with _opening:
-        alive, descriptor = (None, _replaced(path, wanted)) if replace else _opened(path, wanted)
+        descriptor = _replaced(path, wanted) if replace else _opened(path, wanted)
         try:
             header = formats.read_header(path, descriptor)
             formats.check_header(path, header, wanted, state)
-            return _mapped(path, descriptor, header) if alive is None else alive
+            alive = _alive_at(descriptor)
+            if alive is not None:
+                return alive
+            with disk.naming(path):
+                disk.allocate_in_memory(descriptor)
+                disk.evict(descriptor)
+                file = _map(descriptor, header.file_bytes)
+            file.register(path, descriptor, header)
+            return file
         finally:
             os.close(descriptor)
-
-
-def _mapped(path: str, descriptor: int, header: FileHeader) -> MappedFile:
-    """Map an open file."""
-    with disk.naming(path):
-        disk.allocate_in_memory(descriptor)
-        disk.evict(descriptor)
-        file = _map(descriptor, header.file_bytes)
-    file.register(path, descriptor, header)
-    return file
 
 
 def _map(descriptor: int, size: int) -> MappedFile:
@@ -364,7 +329,7 @@ def _map(descriptor: int, size: int) -> MappedFile:
     """
     if not disk.CAN_REMAP:
         return MappedFile(descriptor, size)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazy.NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | disk.NORESERVE
     try:
         file = MappedFile(-1, size, flags=flags)
     except OSError:  # where the system hands out no more addresses than it has memory
@@ -407,21 +372,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _opened(path: str, wanted: FileHeader) -> tuple[MappedFile | None, int]:
-    """Open or create a file; or find the mapping that this process has of it."""
+def _opened(path: str, wanted: FileHeader) -> int:
+    """Open or create a file."""
     for _ in range(_ATTEMPTS):
         try:
-            descriptor = os.open(path, os.O_RDWR)
+            return os.open(path, os.O_RDWR)
         except FileNotFoundError:
             made = disk.create(path, wanted.encode(), wanted.file_bytes, replace=False)
-            if made is None:  # another process was faster
-                continue
-            return None, made
-        try:
-            return _alive_at(descriptor), descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
+            if made is not None:  # or another process was faster
+                return made
     raise OSError(errno.EBUSY, "the file is created and removed again and again", path)
 
 
@@ -491,10 +450,8 @@ def has_mapped_memory(tensor: Tensor) -> bool:
 def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> None:
     """Reserve rows of a parameter and its state, and mark them; raises before anything is written.
 
-    Args:
-        param: the parameter. Has no effect if it is not in a file.
-        state: its state; values that are not tensors are ignored.
-        rows: int64; ``None`` for all. Numbers out of range are ignored.
+    It has no effect if the parameter is not in a file. Values of ``state`` that are not tensors are
+    ignored, as are rows out of range; ``None`` means all rows.
     """
     file = file_of(param)
     if file is None:
@@ -523,15 +480,6 @@ class RowWrites:
 
     For tensors on the CPU, ``commit`` is one call of the core, which neither allocates nor raises.
     Without the core, and for other tensors, it uses torch's operations.
-
-    Example:
-        >>> table, writes = torch.zeros(3, 2), RowWrites()
-        >>> writes.add(table, torch.tensor([2, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-        >>> writes.commit()
-        >>> table
-        tensor([[3., 4.],
-                [0., 0.],
-                [1., 2.]])
     """
 
     def __init__(self) -> None:
@@ -541,10 +489,8 @@ class RowWrites:
     def add(self, tensor: Tensor, rows: Tensor, values: Tensor) -> None:
         """Overwrite rows of a tensor with ``commit``.
 
-        Args:
-            tensor: with at least one dim.
-            rows: valid rows; int64 of one dim, contiguous, on the CPU.
-            values: contiguous, of the tensor's dtype; a row for each, or one row for all.
+        The rows are valid, contiguous, and on the CPU; the values are contiguous and of the
+        tensor's dtype, a row for each or one for all.
         """
         if self._native is None or not self._native.add(tensor, rows, values):
             values = values.to(tensor.device).expand(len(rows), *tensor.shape[1:])

@@ -26,15 +26,8 @@ def new_state(
 ) -> Tensor | None:
     """Create state in the rows of a parameter's file, or in a file next to it.
 
-    Args:
-        param: the parameter.
-        name: of the state.
-        shape: of the state.
-        value: of every element; any other than zero is written, and takes disk space.
-        dtype: of the state.
-
-    Returns:
-        The state; ``None`` if the parameter is not in a file.
+    A value other than zero is written, and takes disk space. Returns ``None`` if the parameter is
+    not in a file.
     """
     file = _table_file(param)
     if file is None:
@@ -125,16 +118,9 @@ def copy_state(
 ) -> Tensor | None:
     """Create state with these values in or next to a parameter's file.
 
-    Args:
-        param: the parameter.
-        name: of the state.
-        value: copied, unless it is in the right place already.
-        dtype: of the state.
-        replaced: the state that it replaces. If that lies in the rows, ``settle`` overwrites it,
-            and not this call: the rest of the checkpoint may be refused.
-
-    Returns:
-        The state; ``None`` if the parameter is not in a file.
+    A value in the right place is not copied. If ``replaced``, the state that it replaces, lies in
+    the rows, ``settle`` overwrites it, and not this call: the rest of the checkpoint may be
+    refused. Returns ``None`` if the parameter is not in a file.
     """
     file, source = _table_file(param), file_of(value)
     if file is None:
@@ -145,9 +131,12 @@ def copy_state(
             return value.detach()
     field = RowField(tuple(value.shape[1:]), dtype)
     if _is_in_row(file, name, replaced) and file.header.state.get(name) == field:
-        made = _set_aside(file, name, value.shape, dtype)
-        copy_rows(value.detach(), made, room_in=file)
-        return made
+        path = f"{file.path}.{name}.loading"
+        aside = open_file(path, value.shape, dtype, replace=True)
+        os.unlink(path)  # it goes with its tensor
+        aside.settles_in = file, name
+        copy_rows(value.detach(), aside.tensor(), room_in=file)
+        return aside.tensor()
     found = new_state(param, name, value.shape, 0, dtype)
     assert found is not None
     copy_rows(value.detach(), found)
@@ -160,14 +149,6 @@ def _is_in_row(file: MappedFile, name: str, value: object) -> bool:
         and file_of(value) is file
         and address(value) == file.address + file.layout.offsets.get(name, -1)
     )
-
-
-def _set_aside(file: MappedFile, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    path = f"{file.path}.{name}.loading"
-    found = open_file(path, shape, dtype, replace=True)
-    os.unlink(path)  # it goes with its tensor
-    found.settles_in = file, name
-    return found.tensor()
 
 
 def settle(state: dict[str, Any]) -> None:
@@ -183,12 +164,9 @@ def settle(state: dict[str, Any]) -> None:
 
 
 def copy_rows(source: Tensor, target: Tensor, room_in: MappedFile | None = None) -> None:
-    """Copy a tensor to a tensor of zeros in a file; rows of zeros take no disk space.
+    """Copy a tensor to zeros of its shape in a file; rows of zeros take no disk space.
 
-    Args:
-        source: of the same shape and any dtype.
-        target: in the file.
-        room_in: another file in which to reserve the rows.
+    The rows are reserved in ``room_in``, too.
     """
     file = file_of(target)
     assert file is not None

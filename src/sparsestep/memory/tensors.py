@@ -38,11 +38,6 @@ def memory_of(tensor: Tensor) -> Tensor:
     """Return a tensor itself, the local part of a DTensor, or a subclass as a plain tensor.
 
     ``check_writable`` checks whether it has memory.
-
-    Example:
-        >>> weight = torch.zeros(2)
-        >>> memory_of(weight) is weight
-        True
     """
     if type(tensor) is Parameter or type(tensor) is Tensor:
         return tensor
@@ -59,12 +54,7 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 def out_of_range(indices: Tensor, size: int) -> int | None:
-    """Return an index that is not in [0, size), or None.
-
-    Example:
-        >>> out_of_range(torch.tensor([3, 5]), 5), out_of_range(torch.tensor([3, 4]), 5)
-        (5, None)
-    """
+    """Return an index that is not in [0, size), or None."""
     if not indices.numel():
         return None
     low, high = indices.aminmax()
@@ -92,15 +82,7 @@ def laid_out_like(param: Tensor, local: Tensor) -> Tensor:
 
 
 def check_writable(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor, from ``memory_of``, that cannot be written in place.
-
-    Example:
-        >>> try:
-        ...     check_writable("the parameter", torch.zeros(2).expand(3, 2))
-        ... except InputError as error:
-        ...     print(str(error).split(". ")[0])
-        every element of the parameter must have memory of its own
-    """
+    """Refuse a tensor, from ``memory_of``, that cannot be written in place."""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         requirement = f"outside torch.inference_mode(), {name} must not be an inference tensor"
         raise InputError(message(requirement, "an inference tensor", "Use a clone of it"))
@@ -134,12 +116,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def address(tensor: Tensor) -> int:
-    """Address of the first element; 0 for a tensor without memory of its own.
-
-    Example:
-        >>> address(torch.zeros(2)) > 0, address(torch.zeros(2, device="meta"))
-        (True, 0)
-    """
+    """Address of the first element; 0 for a tensor without memory of its own."""
     plain = type(tensor) is Parameter or type(tensor) is Tensor
     if not plain and getattr(tensor, "fake_mode", None) is not None:
         return 0  # asked for its address, it would warn
@@ -155,29 +132,26 @@ def _span(tensor: Tensor) -> int:
 
 
 def lie_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are dense in memory, in the same order.
-
-    Example:
-        >>> table = torch.zeros(4, 6)
-        >>> lie_alike([table.T, torch.zeros(4, 6).T]), lie_alike([table[:, ::2], torch.zeros(4, 3)])
-        (True, False)
-    """
+    """Whether all tensors are dense in memory, in the same order."""
     first = tensors[0]
     return _span(first) + 1 == first.numel() and all(
         tensor.stride() == first.stride() for tensor in tensors
     )
 
 
-def has_internal_overlap(tensor: Tensor) -> bool:
-    """Whether two elements share memory, as in an expanded tensor.
+def has_even_rows(tensor: Tensor) -> bool:
+    """Whether the rows of a tensor are vectors of one stride, at equal distances.
 
     Example:
-        >>> line = torch.arange(8.0)
-        >>> has_internal_overlap(line.as_strided((4, 4), (1, 1)))
-        True
-        >>> has_internal_overlap(line.as_strided((2, 3), (3, 2)))
-        False
+        >>> image = torch.zeros(2, 3, 4, 5)
+        >>> has_even_rows(image), has_even_rows(image.contiguous(memory_format=torch.channels_last))
+        (True, False)
     """
+    return tensor.dim() <= 2 or tensor.is_contiguous() or tensor[:1].is_contiguous()
+
+
+def has_internal_overlap(tensor: Tensor) -> bool:
+    """Whether two elements share memory, as in an expanded tensor."""
     if not tensor.numel():
         return False
     sizes = sorted(
@@ -202,15 +176,7 @@ def _has_duplicate_offsets(tensor: Tensor) -> bool:
 
 
 def overlapping(tensors: Iterable[Tensor]) -> set[int]:
-    """The ``id`` of each tensor that may share memory with another.
-
-    Example:
-        >>> line = torch.zeros(6)
-        >>> views = [line[:4], line[2:], torch.zeros(3)]
-        >>> found = overlapping(views)
-        >>> [id(view) in found for view in views]
-        [True, True, False]
-    """
+    """The ``id`` of each tensor that may share memory with another."""
     extents = []
     for tensor in tensors:
         memory = memory_of(tensor)

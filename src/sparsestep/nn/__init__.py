@@ -9,16 +9,24 @@ from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.embedding import Embedding, EmbeddingBag
 from sparsestep.nn.fuse import fuse, optimizer_for
 from sparsestep.nn.grow import grow
+from sparsestep.nn.ngram import NgramEmbedding
+from sparsestep.nn.train_rows import train_rows
 from sparsestep.nn.vocabulary.vocabulary import Vocabulary, hash_strings
 
 __all__ = [
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
+    "NgramEmbedding",
     "Vocabulary",
     "functional",
     "fuse",
     "grow",
     "hash_strings",
     "optimizer_for",
+    "train_rows",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -12,7 +12,7 @@ from torch.types import Device
 from sparsestep.errors import InputError, message
 from sparsestep.nn.embedding import EmbeddingBag, Mode
 from sparsestep.nn.fuse import fuse_module, reason_not_fusible
-from sparsestep.nn.interop import excluded_from_compile, uses_torch_ops
+from sparsestep.nn.interop import excluded_from_compile
 from sparsestep.nn.lookup import bag_lookup, embed
 
 Sizes = tuple[int, int]
@@ -135,10 +135,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             InputError: the ids or offsets of a table are invalid; nothing has changed.
         """
         split = self.split_inputs(inputs, offsets, per_sample_weights)
-        if uses_torch_ops(*(table.weight for table, *_ in split)):
-            found = [table(*arguments) for table, *arguments in split]
-        else:
-            found = embed([bag_lookup(*each) for each in split])
+        found = embed([bag_lookup(*each) for each in split])
         return found if self.names is None else dict(zip(self.names, found, strict=True))
 
     def rows_read(

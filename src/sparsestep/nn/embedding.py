@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from sparsestep.nn.interop import excluded_from_compile, scripted_as, uses_torch_ops
-from sparsestep.nn.lookup import bag_lookup, embed, embed_with_torch, row_lookup
+from sparsestep.nn.interop import excluded_from_compile, scripted_as
+from sparsestep.nn.lookup import bag_lookup, embed, row_lookup
 
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 
@@ -83,6 +83,10 @@ class Embedding(torch.nn.Embedding):
             dtype=dtype,
         )
 
+    def extra_repr(self) -> str:
+        """Describe the options, as torch does; ``fused`` tells it from torch's module."""
+        return ", ".join(filter(None, (super().extra_repr(), "fused=True")))
+
     @excluded_from_compile
     @scripted_as(torch.nn.Embedding.forward)
     def forward(self, input: Tensor) -> Tensor:
@@ -97,8 +101,7 @@ class Embedding(torch.nn.Embedding):
         Raises:
             InputError: an id is out of range; nothing has changed.
         """
-        lookup = row_lookup(self, input)
-        return embed_with_torch(lookup) if uses_torch_ops(lookup.weight) else embed([lookup])[0]
+        return embed([row_lookup(self, input)])[0]
 
 
 class EmbeddingBag(torch.nn.EmbeddingBag):
@@ -172,6 +175,10 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
             dtype=dtype,
         )
 
+    def extra_repr(self) -> str:
+        """Describe the options, as torch does; ``fused`` tells it from torch's module."""
+        return ", ".join(filter(None, (super().extra_repr(), "fused=True")))
+
     @excluded_from_compile
     @scripted_as(torch.nn.EmbeddingBag.forward)
     def forward(
@@ -194,5 +201,4 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
             InputError: an id is no row of the table, or the bags are not well-formed; nothing has
                 changed.
         """
-        lookup = bag_lookup(self, input, offsets, per_sample_weights)
-        return embed_with_torch(lookup) if uses_torch_ops(lookup.weight) else embed([lookup])[0]
+        return embed([bag_lookup(self, input, offsets, per_sample_weights)])[0]

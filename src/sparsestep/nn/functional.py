@@ -11,8 +11,9 @@ from sparsestep._torch import call_forward_pre_hooks
 from sparsestep.deferred.guard import readable
 from sparsestep.errors import InputError, message
 from sparsestep.grads.compact import CompactGrad
+from sparsestep.grads.exchange import source_of
 from sparsestep.memory.tensors import memory_of
-from sparsestep.nn.embedding import Embedding
+from sparsestep.nn.embedding import Embedding, EmbeddingBag
 from sparsestep.nn.interop import excluded_from_compile, materialize_for_ddp, uses_torch_ops
 from sparsestep.nn.lookup import (
     DOT,
@@ -27,10 +28,14 @@ from sparsestep.nn.lookup import (
     row_lookup,
 )
 
-__all__ = ["embedding_dot"]
+__all__ = ["embedding_dot", "embedding_l2"]
 
 
-class _Table:
+def __dir__() -> list[str]:
+    return __all__
+
+
+class Weight:
     """A weight without a module."""
 
     padding_idx = max_norm = None
@@ -111,11 +116,11 @@ def _look_up(table: nn.Module | Tensor, ids: Tensor) -> Tensor:
     if isinstance(table, nn.Module):
         found: Tensor = table(ids)
         return found
-    return embed([row_lookup(_Table(table), ids)])[0]  # type: ignore[arg-type]
+    return embed([row_lookup(Weight(table), ids)])[0]  # type: ignore[arg-type]
 
 
 def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
-    table: Any = right if isinstance(right, nn.Module) else _Table(right)
+    table: Any = right if isinstance(right, nn.Module) else Weight(right)
     weight = table.weight
     _check_weight(weight, "right")
     count, dim = rows.shape
@@ -129,7 +134,7 @@ def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
     is_plain = not isinstance(right, nn.Module) or type(right) in (Embedding, nn.Embedding)
     if ids.shape[0] != count:  # shared by all
         return rows @ _look_up(right, ids[0]).T
-    if not is_plain or table.max_norm is not None or uses_torch_ops(weight) or not weight.is_leaf:
+    if not is_plain or table.max_norm is not None or uses_torch_ops([weight]) or not weight.is_leaf:
         found = _look_up(right, ids)
         return (rows.view(count, *[1] * (ids.dim() - 1), dim) * found).sum(-1)
     if isinstance(right, nn.Module):
@@ -192,13 +197,90 @@ def _backward(ctx: Any, grad: Tensor) -> Any:
     return rows_grad, weight_grad, None, None
 
 
-def _check_weight(weight: Any, name: str) -> None:
+_FORWARDS = {cls.forward for cls in (Embedding, EmbeddingBag, nn.Embedding, nn.EmbeddingBag)}
+
+
+@excluded_from_compile
+def embedding_l2(
+    table: nn.Module | Tensor, ids: Tensor, *, weights: Tensor | None = None
+) -> Tensor:
+    r"""L2 penalty on the rows that ids select: the sum of their squared entries.
+
+    A penalty on the whole table, ``table.weight.square().sum()``, has a dense gradient, and makes
+    every step as slow as the table is large. This one has a gradient in the rows of the batch only.
+    Add it to the loss, times a factor.
+
+    Each row counts once per call, however often its id occurs. With ``weights``, every id counts
+    with its weight, so duplicates add up: :math:`\sum_i w_i \, |T_{id_i}|^2`. The row of
+    ``padding_idx`` does not count. With ``max_norm``, rows are rescaled first, as in a lookup.
+
+    Args:
+        table: an ``Embedding`` or ``EmbeddingBag`` of torch or of this library, or its weight.
+        ids: rows of the table, int64 or int32, of any shape.
+        weights: a weight for each id, in the shape of the ids.
+
+    Returns:
+        A tensor with one element and no dims.
+
+    Raises:
+        InputError: an id is out of range, the table is none, or sharded, or the weights do not fit.
+            Nothing has changed.
+
+    Example:
+        >>> import sparsestep
+        >>> table = sparsestep.nn.Embedding(1000, 16)
+        >>> ids = torch.tensor([[3, 8, 3], [5, 3, 3]])
+        >>> l2 = sparsestep.nn.functional.embedding_l2(table, ids)
+        >>> torch.allclose(l2, table.weight[[3, 5, 8]].square().sum())
+        True
+        >>> loss = table(ids).sum() + 1e-4 * l2
+        >>> loss.backward()
+        >>> table.weight.grad.is_sparse
+        True
+    """
+    is_module = isinstance(table, nn.Module)
+    module: Any = table if is_module else Weight(table)  # type: ignore[arg-type]
+    weight: Any = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and source_of(weight) is not None:
+        got, remedy = "a sharded one", "Use decoupled weight decay"
+        raise _error("table must be on this process", got, "embedding_l2", remedy)
+    if is_module and type(module).forward not in _FORWARDS:
+        requirement = "table must be an Embedding, an EmbeddingBag or a 2-D weight"
+        raise _error(requirement, type(table).__name__, "embedding_l2")
+    _check_weight(weight, "table", "embedding_l2")
+    check_ids(module, weight, ids)
+    fits = isinstance(weights, Tensor) and weights.shape == ids.shape
+    if weights is not None and not (fits and weights.is_floating_point()):
+        requirement = f"weights must be a float tensor of the shape of the ids, {tuple(ids.shape)}"
+        got = type(weights).__name__
+        if isinstance(weights, Tensor):
+            got = f"a {weights.dtype} tensor of shape {tuple(weights.shape)}"
+        raise _error(requirement, got, "embedding_l2")
+    if is_module:
+        call_forward_pre_hooks(module, ids)
+    ids = ids.reshape(-1)
+    if module.padding_idx is not None:
+        counts = ids != module.padding_idx
+        ids = ids[counts]
+        weights = None if weights is None else weights.reshape(-1)[counts]
+    unique, inverse = ids.unique(return_inverse=True)
+    rows = embed([row_lookup(module, unique)])[0]
+    squares = (torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows).square()
+    if weights is None:
+        return squares.sum()
+    factors = squares.new_zeros(len(unique)).index_add(0, inverse, weights.reshape(-1).to(squares))
+    return squares.sum(1) @ factors
+
+
+def _check_weight(weight: Any, name: str, who: str = "embedding_dot") -> None:
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         got = (
             f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
         )
-        raise _error(f"{name} must be an embedding module or a 2-D weight", got)
+        raise _error(f"{name} must be an embedding module or a 2-D weight", got, who)
 
 
-def _error(requirement: str, got: object) -> InputError:
-    return InputError(f"embedding_dot: {message(requirement, got)}")
+def _error(
+    requirement: str, got: object, who: str = "embedding_dot", remedy: str = ""
+) -> InputError:
+    return InputError(f"{who}: {message(requirement, got, remedy)}")

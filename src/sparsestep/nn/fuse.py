@@ -1,4 +1,4 @@
-"""fuse: the embeddings of an existing model get compact gradients."""
+"""Replace a model's embeddings by fused ones, and create an optimizer for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gc
 import logging
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -17,6 +17,7 @@ from sparsestep._torch import own_parameters
 from sparsestep.errors import InputError, message, usable, warn
 from sparsestep.memory.tensors import is_distributed
 from sparsestep.nn.embedding import Embedding, EmbeddingBag
+from sparsestep.nn.ngram import NgramEmbedding
 from sparsestep.optim.optimizer import RuleOptimizer
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -27,6 +28,7 @@ _OURS: dict[type, type[Embedding] | type[EmbeddingBag]] = {
     torch.nn.EmbeddingBag: EmbeddingBag,
 }
 _TABLES = tuple(_OURS)
+_FUSED = (Embedding, EmbeddingBag, NgramEmbedding)
 _log = logging.getLogger("sparsestep")
 
 
@@ -66,13 +68,11 @@ def fuse(model: Model, *, only: Only = None) -> Model:
 
         >>> model = sparsestep.nn.fuse(model, only=lambda name, table: table.num_embeddings > 100)
     """
-    given: Any = model
-    if not isinstance(given, torch.nn.Module):
-        requirement = "fuse: the first argument must be a model, an nn.Module"
-        raise InputError(message(requirement, type(given).__name__))
-    found = _tables(model)
+    _check_model("fuse", model)
+    found = {name: each for name, each in model.named_modules() if isinstance(each, _TABLES)}
     selected = _select(model, found, only)
-    reasons = {name: reason_not_fusible(table) for name, table in selected.items()}
+    unfused = {name: table for name, table in selected.items() if not isinstance(table, _FUSED)}
+    reasons = {name: reason_not_fusible(table) for name, table in unfused.items()}
     left = [f"{name or 'the model'} ({reason})" for name, reason in reasons.items() if reason]
     if left:
         text = "these tables keep torch's gradient: " + ", ".join(left)
@@ -82,11 +82,7 @@ def fuse(model: Model, *, only: Only = None) -> Model:
         if found:
             why = f"only={only!r} selects none of the model's tables"
         warn(UserWarning, f"fuse: nothing to do: {why}.")
-    new = {
-        name: table
-        for name, table in selected.items()
-        if reasons[name] is None and not isinstance(table, Embedding | EmbeddingBag)
-    }
+    new = {name: table for name, table in unfused.items() if reasons[name] is None}
     _check_not_wrapped(new)
     for name, table in new.items():
         fuse_module(table, name)
@@ -94,11 +90,17 @@ def fuse(model: Model, *, only: Only = None) -> Model:
     return model
 
 
+def _check_model(who: str, model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        requirement = f"{who}: the first argument must be a model, an nn.Module"
+        raise InputError(message(requirement, type(model).__name__))
+
+
 def _check_not_wrapped(tables: dict[str, Any]) -> None:
     """Refuse tables whose gradients ``DistributedDataParallel`` takes for dense ones.
 
-    It looks when it is made, and fails in ``backward()`` when they are not. A module does not know
-    who wraps it, so those who might are looked through.
+    It looks when it is made, and fails in ``backward()`` if they are not. A module does not know
+    its wrapper, so all wrappers are searched.
     """
     dense = {id(table.weight): name for name, table in tables.items() if not table.sparse}
     if not dense or not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -116,12 +118,7 @@ def _check_not_wrapped(tables: dict[str, Any]) -> None:
                 raise InputError(f"fuse: {message(requirement, got, remedy)}")
 
 
-def _tables(model: torch.nn.Module) -> dict[str, Any]:
-    return {name: each for name, each in model.named_modules() if isinstance(each, _TABLES)}
-
-
 def _select(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[str, Any]:
-    """The tables that ``only`` lets through."""
     if only is None:
         return tables
     if callable(only):
@@ -144,21 +141,13 @@ def _select(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[
 
 
 def reason_not_fusible(table: Any) -> str | None:
-    """Why a table cannot be made one of ours; ``None`` if it can, or is.
-
-    Example:
-        >>> reason_not_fusible(torch.nn.Embedding(5, 2)) is None
-        True
-        >>> table = torch.nn.utils.parametrizations.weight_norm(torch.nn.Embedding(5, 2))
-        >>> reason_not_fusible(table)
-        'its weight is computed from others'
-    """
+    """Why a table cannot be fused; ``None`` if it can, or is."""
     if isinstance(table, Embedding | EmbeddingBag):
         return None
     if "forward" in vars(table):
         return "its forward was replaced"
     kind = type(table)
-    if kind.forward is not _torchs(kind).forward:
+    if kind.forward is not _torch_class(kind).forward:
         return f"{kind.__name__} has a forward of its own"
     if "weight" not in own_parameters(table):
         return "its weight is computed from others"
@@ -168,14 +157,7 @@ def reason_not_fusible(table: Any) -> str | None:
 
 
 def fuse_module(table: Any, name: str) -> None:
-    """Make a table one of ours, for which there is no ``reason_not_fusible``.
-
-    Example:
-        >>> table = torch.nn.Embedding(5, 2)
-        >>> fuse_module(table, "words")
-        >>> type(table), table.name
-        (<class 'sparsestep.nn.embedding.Embedding'>, 'words')
-    """
+    """Fuse a table in place, for which there is no ``reason_not_fusible``."""
     has_name = hasattr(table, "name")  # a subclass may have one, for purposes of its own
     kind: Any = type(table)
     table.__class__ = _fused(kind)
@@ -184,15 +166,14 @@ def fuse_module(table: Any, name: str) -> None:
         table.name = name
 
 
-def _torchs(kind: type) -> Any:
-    """Which of torch's classes it is, or is derived from."""
+def _torch_class(kind: type) -> Any:
     return next(table for table in _TABLES if issubclass(kind, table))
 
 
 @functools.cache
 def _fused(kind: type) -> Any:
-    """A class of ours that is that class as well."""
-    ours = _OURS[_torchs(kind)]
+    """Return a class that inherits from ours and from ``kind``."""
+    ours = _OURS[_torch_class(kind)]
     if kind in _OURS:
         return ours
 
@@ -228,12 +209,29 @@ Options = ParamSpec("Options")
 Made = TypeVar("Made", bound=RuleOptimizer)
 
 
+@overload
 def optimizer_for(
     model: torch.nn.Module,
     optimizer: Callable[Concatenate[ParamsT, Options], Made],
     /,
     *args: Options.args,
     **options: Options.kwargs,
+) -> Made: ...
+@overload
+def optimizer_for(
+    model: torch.nn.Module,
+    optimizer: Callable[..., Made],
+    /,
+    *args: Any,
+    params: ParamsT,
+    **options: Any,
+) -> Made: ...
+def optimizer_for(
+    model: torch.nn.Module,
+    optimizer: Callable[..., Made],
+    /,
+    *args: Any,
+    **options: Any,
 ) -> Made:
     """Create an optimizer that trains a model's embeddings at a cost proportional to the batch.
 
@@ -241,12 +239,14 @@ def optimizer_for(
     embeddings (:func:`fuse`), gives the optimizer ``semantics="dense"``, and tracks the model, so
     that rows catch up with the steps that they missed before they are read.
 
-    If you want param groups, or only some of the tables, do these three things yourself.
+    If you want only some of the tables, do these three things yourself.
 
     Args:
         model: the model. Its embeddings are converted in place.
-        optimizer: an optimizer class of this library; it gets all parameters of the model.
+        optimizer: an optimizer class of this library.
         *args: positional arguments of the class after the parameters.
+        params: parameters or param groups, for options of their own; by default all parameters of
+            the model.
         **options: options of the class. With ``semantics="masked"``, nothing is tracked.
 
     Returns:
@@ -265,20 +265,20 @@ def optimizer_for(
         >>> optimizer.semantics
         'dense'
     """
-    given: Any = model
-    if not isinstance(given, torch.nn.Module):
-        requirement = "optimizer_for: the first argument must be a model, an nn.Module"
-        raise InputError(message(requirement, type(given).__name__))
+    _check_model("optimizer_for", model)
     make: Any = optimizer
-    if not _is_ours(make):
+    is_ours = isinstance(make, type) and issubclass(make, RuleOptimizer)
+    if not is_ours:
         requirement = "optimizer_for: the second argument must be an optimizer class of sparsestep"
         raise InputError(message(requirement, repr(make)))
-    made: Made = make(model.parameters(), *args, **{"semantics": "dense", **options})
+    params = options.pop("params", None)
+    given = model.parameters() if params is None else params
+    made: Made = make(given, *args, **{"semantics": "dense", **options})
+    own = set(map(id, model.parameters()))
+    if params is not None and own.isdisjoint(map(id, made.params())):
+        requirement = "optimizer_for: params must be parameters of the model"
+        raise InputError(message(requirement, "none of them"))
     fuse(model)
     if made.semantics == "dense":
         made.track(model)
     return made
-
-
-def _is_ours(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, RuleOptimizer)

@@ -1,4 +1,4 @@
-"""grow: a table gets more rows, and stays what it is for everybody who has it."""
+"""grow: more rows for a table, whose weight stays the same parameter."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sparsestep.errors import InputError, error_prefix, memory_errors, message, 
 from sparsestep.grads.exchange import source_of
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import file_of
+from sparsestep.nn.ngram import NgramEmbedding
 from sparsestep.optim.functional import FunctionalOptimizer
 from sparsestep.optim.optimizer import RuleOptimizer
 
@@ -25,17 +26,17 @@ Init: TypeAlias = Callable[[Tensor], object]
 
 
 def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
-    """The weight of a table whose rows may be given away, or which may grow.
+    """The weight of a table whose rows ``who`` may assign, or which may grow.
 
-    Args:
-        who: asks.
-        table: what was given.
-        is_part: it is known to be the part of a sharded table that is here.
+    ``is_part``: it is known to be this process's part of a sharded table.
     """
     if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
         requirement = f"{who}: it must be an nn.Embedding or nn.EmbeddingBag"
         remedy = "Pass one of its tables" if isinstance(table, nn.Module) else ""
         raise InputError(message(requirement, f"a {type(table).__name__}", remedy))
+    if isinstance(table, NgramEmbedding):
+        requirement = f"{who}: the rows of a table must not depend on their number"
+        raise InputError(message(requirement, "a NgramEmbedding, which hashes to all of them"))
     weight = own_parameters(table).get("weight")
     if weight is None:
         requirement = f"{who}: the weight of a table must be a parameter of its own"
@@ -48,7 +49,7 @@ def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
 
 
 def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOptimizer]:
-    """The optimizers that a weight has; raises where one is none of ours, or does not have it."""
+    """Return the optimizers. Raises if one is not ours, or does not have the weight."""
     found = []
     for optimizer in optimizers:
         if isinstance(optimizer, FunctionalOptimizer):
@@ -67,19 +68,7 @@ def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOpti
 
 
 def drawn(values: Tensor, init: Init, seed: int) -> Tensor:
-    """Fill rows with random numbers of their own; torch's generator is left as it was.
-
-    Args:
-        values: rows that start over.
-        init: fills them in place.
-        seed: of their random numbers.
-
-    Example:
-        >>> with torch.random.fork_rng():
-        ...     ours, theirs = drawn(torch.empty(3), nn.init.normal_, 5), torch.manual_seed(5)
-        ...     torch.equal(ours, torch.randn(3))
-        True
-    """
+    """Initialize rows in place by a seed of their own; torch's generator keeps its state."""
 
     def draw() -> None:
         generator = torch.default_generator
@@ -96,22 +85,12 @@ def drawn(values: Tensor, init: Init, seed: int) -> Tensor:
 
 
 def do_nothing() -> None:
-    """Commit of a lookup that changes nothing."""
+    """Commit of an operation that changes nothing."""
 
 
 @contextmanager
 def restoring_rng() -> Iterator[Callable[[], None]]:
-    """Restore the state of torch's CPU generator on error, unless what is yielded was called.
-
-    Example:
-        >>> before = torch.get_rng_state()
-        >>> try:
-        ...     with restoring_rng():
-        ...         torch.rand(3) / int("none")
-        ... except ValueError:
-        ...     torch.equal(torch.get_rng_state(), before)
-        True
-    """
+    """Restore the state of torch's CPU generator on error, unless what is yielded was called."""
     generator = torch.default_generator
     states = [generator.get_state()]
     try:
@@ -159,7 +138,7 @@ def grow(module: Table, rows: int, *optimizers: AnyOptimizer, init: Init | None 
         >>> optimizer.zero_grad()
         >>> sparsestep.nn.grow(table, 5, optimizer)
         >>> table.weight is weight, table
-        (True, Embedding(5, 4, sparse=True))
+        (True, Embedding(5, 4, sparse=True, fused=True))
         >>> optimizer.state[weight]["exp_avg"].shape
         torch.Size([5, 4])
     """
@@ -169,12 +148,7 @@ def grow(module: Table, rows: int, *optimizers: AnyOptimizer, init: Init | None 
 
 
 class Spare(NamedTuple):
-    """How many rows at the end of a weight are none of the table's, as ranks have equally many.
-
-    Attributes:
-        before: of those that there are.
-        after: of those that there are to be.
-    """
+    """Rows at the end of a shard that are not the table's: all shards have equally many rows."""
 
     before: int
     after: int
@@ -184,28 +158,19 @@ def prepare_grow(
     module: Any,
     rows: int,
     optimizers: tuple[Any, ...],
-    init: Init | None,
+    init: Any,
     spare: Spare | None = None,
 ) -> Callable[[], None]:
-    """Do all that may raise; what is returned does the rest, and nothing can fail.
-
-    Args:
-        module: whose weight grows.
-        rows: how many it is to have.
-        optimizers: all that have it.
-        init: fills new rows in place.
-        spare: of the part of a sharded table that is here.
-    """
+    """Do everything that can raise, and return the rest. ``spare`` is for a shard."""
     weight = weight_of("grow", module, is_part=spare is not None)
     known = ours("grow", weight, optimizers)
     have = len(weight)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < have:
         requirement = f"grow: rows must be a whole number, at least the {have} that there are"
         raise InputError(message(requirement, repr(rows)))
-    given: Any = init
-    if given is not None and not callable(given):
+    if init is not None and not callable(init):
         requirement = "grow: init must be a function that fills a tensor of rows in place"
-        raise InputError(message(requirement, f"a {type(given).__name__}"))
+        raise InputError(message(requirement, f"a {type(init).__name__}"))
     if weight.grad is not None:
         requirement = "grow: a table that grows must have no gradient, which is for fewer rows"
         raise InputError(message(requirement, "one", "Call zero_grad() first"))
@@ -221,7 +186,7 @@ def prepare_grow(
     parameters.check_writable("grow: the weight of a table", parameters.memory_of(weight))
     first, end = (have, rows) if spare is None else (have - spare.before, rows - spare.after)
     if rows == have and first == end:
-        return lambda: None
+        return do_nothing
     with error_prefix("grow"), usable("rows must be as many as memory can hold"):
         others = [optimizer.prepare_grow(weight, rows, first) for optimizer in known]
         new = torch.empty(rows, *weight.shape[1:], dtype=weight.dtype, device=weight.device)

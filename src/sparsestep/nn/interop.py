@@ -57,12 +57,12 @@ def scripted_as(
     return decorate
 
 
-def uses_torch_ops(*weights: Tensor) -> bool:
+def uses_torch_ops(weights: Iterable[Tensor]) -> bool:
     """Whether a lookup is left to torch's own operation, with its ordinary gradient.
 
     The transforms of torch.func, export and tracing know no other, and where there are no numbers
-    (the device ``meta``, fake tensors) there is nothing to check. A weight of another kind may have
-    ideas of its own.
+    (the device ``meta``, fake tensors) there is nothing to check. A weight of another class may
+    override the operation.
     """
     if is_transforming() or torch.compiler.is_exporting() or is_tracing():
         return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,37 +29,24 @@ from sparsestep.errors import InputError, RangeError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.memory.tensors import INDEX_DTYPES, memory_of, out_of_range
-from sparsestep.nn.interop import materialize_for_ddp
+from sparsestep.nn.interop import materialize_for_ddp, uses_torch_ops
 
 ROWS, SUM, MEAN, MAX, DOT = range(5)  # a row for each id, one for each bag, or a dot product
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
-_FEW = 256
 
 
 class Lookup(NamedTuple):
-    """A lookup in one table, as requested. The native core reads the first eight fields.
-
-    Attributes:
-        weight: the table.
-        ids: of any shape for single rows; for bags, 2-D, or 1-D with ``offsets``.
-        offsets: where each bag begins.
-        include_last_offset: whether ``offsets`` has the end of the last bag as well.
-        per_sample_weights: a factor for each id; for ``DOT``, the row that a bag is multiplied by.
-        mode: ``ROWS``, ``SUM``, ``MEAN``, ``MAX`` or ``DOT``; -1 if the module has another one.
-        padding_idx: the id that is ignored; -1 if there is none.
-        needs_grad: whether the weight gets a gradient.
-        table: the module, for its other options and its name.
-    """
+    """A lookup in one table, as requested. The native core reads the first eight fields."""
 
     weight: Tensor
-    ids: Tensor
+    ids: Tensor  # of any shape for single rows; for bags, 2-D, or 1-D with offsets
     offsets: Tensor | None
     include_last_offset: bool
-    per_sample_weights: Tensor | None
-    mode: int
-    padding_idx: int
-    needs_grad: bool
-    table: Any = None
+    per_sample_weights: Tensor | None  # for DOT, the row that a bag is multiplied by
+    mode: int  # -1 if the module has another one
+    padding_idx: int  # -1 if there is none
+    needs_grad: bool  # whether the weight gets a gradient
+    table: Any = None  # the module, for its other options and its name
 
     @property
     def flat_ids(self) -> Tensor:
@@ -69,7 +55,7 @@ class Lookup(NamedTuple):
 
     @property
     def num_bags(self) -> int:
-        """The number of bags."""
+        """The number of bags, or of ids if every id is a row of the output."""
         if self.offsets is None:
             return self.ids.numel() if self.mode == ROWS else self.ids.shape[0]
         return len(self.offsets) - self.include_last_offset
@@ -102,21 +88,13 @@ class Lookup(NamedTuple):
 
 
 class LookupResult(NamedTuple):
-    """The output of a lookup, and the indices of its gradient.
+    """The output of a lookup, and the indices of its gradient."""
 
-    Attributes:
-        output: a row for each id or bag.
-        indices: the ids without padding, int64; a private copy. None: take them from the lookup.
-        value_index: the row of the output that each of them went to; ``None``: its own number.
-        max_index: for ``MAX``, the row that each element comes from.
-        bag_sizes: the number of ids of each bag without padding, if ``MEAN`` or ``MAX`` need it.
-    """
-
-    output: Tensor
-    indices: Tensor | None = None
-    value_index: Tensor | None = None
-    max_index: Tensor | None = None
-    bag_sizes: Tensor | None = None
+    output: Tensor  # a row for each id or bag
+    indices: Tensor | None = None  # a copy of the ids without padding; None: see the lookup
+    value_index: Tensor | None = None  # the row of the output for each; None: its own number
+    max_index: Tensor | None = None  # for MAX, the row that each element comes from
+    bag_sizes: Tensor | None = None  # without padding, if MEAN or MAX need them
 
 
 def row_lookup(table: nn.Embedding, ids: Any) -> Lookup:
@@ -147,14 +125,20 @@ def bag_lookup(
 
 def embed(lookups: list[Lookup]) -> list[Tensor]:
     """Look up all tables, recorded by autograd. Atomic: on error, nothing has changed."""
+    weights = [lookup.weight for lookup in lookups]
+    if uses_torch_ops(weights):
+        alone = len(lookups) == 1
+        return [embed_with_torch(each) if alone else embed([each])[0] for each in lookups]
     results = _look_up_natively(lookups)
     if results is None:
         lookups = [check_lookup(lookup) for lookup in lookups]
-        for lookup in lookups:
-            if not lookup.weight.is_leaf:
-                return [_embed_alone(each) for each in lookups]
+        if not all(lookup.weight.is_leaf for lookup in lookups):
+            # A weight computed from others gets torch's gradient, which these operations can take.
+            return [
+                embed([each])[0] if each.weight.is_leaf else embed_with_torch(each)
+                for each in lookups
+            ]
         results = _look_up_with_torch(lookups)
-    weights = [lookup.weight for lookup in lookups]
     tensors = [*weights, *[lookup.per_sample_weights for lookup in lookups]]
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -162,11 +146,6 @@ def embed(lookups: list[Lookup]) -> list[Tensor]:
                 materialize_for_ddp(weights)
                 return list(_Embed.apply(lookups, results, *tensors))
     return [result.output for result in results]
-
-
-def _embed_alone(lookup: Lookup) -> Tensor:
-    """A weight computed from others gets torch's gradient, which these operations can take."""
-    return embed([lookup])[0] if lookup.weight.is_leaf else embed_with_torch(lookup)
 
 
 def embed_with_torch(lookup: Lookup) -> Tensor:
@@ -215,13 +194,6 @@ def look_up(lookups: list[Lookup]) -> list[LookupResult] | None:
 
     Where something watches every operation (a dispatch mode) or carries derivatives forward, torch
     has to see the lookup.
-
-    Example:
-        >>> table, ids = torch.arange(10.0).view(5, 2), torch.tensor([[3, 1], [4, 4]])
-        >>> lookup = Lookup(table, ids, None, False, None, SUM, -1, True)
-        >>> for found in look_up([lookup]) or []:
-        ...     print(found.output.tolist(), found.indices.tolist(), found.value_index.tolist())
-        [[8.0, 10.0], [16.0, 18.0]] [3, 1, 4, 4] [0, 0, 1, 1]
     """
     if ext is None or dispatch_modes() or forward_level() >= 0:
         return None
@@ -230,7 +202,6 @@ def look_up(lookups: list[Lookup]) -> list[LookupResult] | None:
 
 
 def _look_up_with_torch(lookups: list[Lookup]) -> list[LookupResult]:
-    """Look up by torch's operations, after all checks."""
     with torch.no_grad():
         weights = [readable(lookup.weight, lookup.ids) for lookup in lookups]
         for lookup, weight in zip(lookups, weights, strict=True):
@@ -297,10 +268,10 @@ def check_lookup(lookup: Lookup) -> Lookup:
         requirement = "max mode does not support scaling the gradient by the frequency"
         raise lookup_error(table, requirement, "scale_grad_by_freq=True")
     if weights is not None:
-        check_per_sample_weights(table, weight, ids, weights, table.mode)
+        _check_per_sample_weights(table, weight, ids, weights, table.mode)
         weights = weights.reshape(-1).contiguous()
     if ids.dim() == 1:
-        check_offsets(table, ids, offsets, with_last=include_last_offset)
+        _check_offsets(table, ids, offsets, with_last=include_last_offset)
         assert offsets is not None
         offsets = offsets.contiguous()
     elif ids.dim() != 2:
@@ -328,86 +299,72 @@ def lookup_error(
     """Return the error of a table, with its name and size."""
     weight = table.weight
     assert isinstance(weight, Tensor)
-    name = getattr(table, "name", "")
-    size = " x ".join(map(str, weight.shape))
-    who = (
-        f"{type(table).__name__} {name!r} ({size})" if name else f"{type(table).__name__} ({size})"
-    )
-    return kind(f"{who}: {message(requirement, got, remedy)}")
+    name, size = getattr(table, "name", ""), " x ".join(map(str, weight.shape))
+    who = f"{type(table).__name__} {name!r}" if name else type(table).__name__
+    return kind(f"{who} ({size}): {message(requirement, got, remedy)}")
 
 
 def check_ids(table: nn.Module, weight: Tensor, ids: Any) -> None:
     """Raise RangeError for the first id outside the table, with its position."""
     if not isinstance(ids, Tensor) or ids.dtype not in INDEX_DTYPES:
-        raise lookup_error(table, "ids must be an int64 or int32 tensor", _describe(ids))
+        raise lookup_error(table, "ids must be an int64 or int32 tensor", describe(ids))
     if ids.layout not in (torch.strided, torch.jagged):
         raise lookup_error(table, "ids must be a strided or nested tensor", ids.layout)
     if ids.device != weight.device:
         raise lookup_error(table, f"ids must be on the table's device, {weight.device}", ids.device)
     rows = weight.shape[0]
     if out_of_range(ids, rows) is not None:
-        raise _id_error(table, rows, ids)
+        position = ((ids < 0) | (ids >= rows)).nonzero()[0].tolist()
+        got = str(int(ids[tuple(position)]))
+        if position:  # a single id has none
+            got += f" at position {position[0] if len(position) == 1 else tuple(position)}"
+        remedy = "Map unknown ids to a row of their own, or make the table larger"
+        raise lookup_error(table, f"ids must be in [0, {rows})", got, remedy, RangeError)
 
 
-def _id_error(table: nn.Module, rows: int, ids: Tensor) -> InputError:
-    position = ((ids < 0) | (ids >= rows)).nonzero()[0].tolist()
-    value = int(ids[tuple(position)])
-    where = position[0] if len(position) == 1 else tuple(position)
-    at = f" at position {where}" if position else ""  # a single id has no position
-    remedy = "Map unknown ids to a row of their own, or make the table larger"
-    return lookup_error(table, f"ids must be in [0, {rows})", f"{value}{at}", remedy, RangeError)
-
-
-def check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: bool) -> None:
-    """Raise InputError unless offsets cut the ids into bags."""
+def _check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: bool) -> None:
     if not isinstance(offsets, Tensor) or offsets.dtype not in INDEX_DTYPES or offsets.dim() != 1:
         requirement = "1-D ids need offsets, a 1-D int64 or int32 tensor of where each bag begins"
         remedy = "Pass 2-D ids for bags of equal length" if offsets is None else ""
-        raise lookup_error(table, requirement, _describe(offsets), remedy)
+        raise lookup_error(table, requirement, describe(offsets), remedy)
     if offsets.device != ids.device:
         raise lookup_error(
             table, f"offsets must be on the ids' device, {ids.device}", offsets.device
         )
-    id_count, count = ids.numel(), offsets.numel()
-    if not count:
-        if with_last or id_count:
+    num_ids = ids.numel()
+    if not offsets.numel():
+        if with_last or num_ids:
             raise lookup_error(table, "offsets must begin with 0", "no offsets")
         return
-    if count <= _FEW:  # in Python: three operations of torch would cost as much as the lookup
-        values = offsets.tolist()
-        first, last, rises = values[0], values[-1], values == sorted(values)
-    else:
-        first, last = int(offsets[0]), int(offsets[-1])
-        rises = not bool((offsets[1:] < offsets[:-1]).any())
-    if first != 0 or not rises or last > id_count or (with_last and last != id_count):
-        raise _offset_error(table, id_count, offsets.tolist())
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise lookup_error(table, "offsets must begin with 0", f"{first} at position 0")
+    falls = offsets[1:] < offsets[:-1]
+    if bool(falls.any()):
+        position = int(falls.nonzero()[0]) + 1
+        before, value = offsets[position - 1 : position + 1].tolist()
+        got = f"{value} at position {position}, after {before}"
+        raise lookup_error(table, "offsets must not decrease", got)
+    if last > num_ids:
+        position = int((offsets > num_ids).nonzero()[0])
+        requirement = f"offsets must be at most the number of ids, {num_ids}"
+        raise lookup_error(table, requirement, f"{int(offsets[position])} at position {position}")
+    if with_last and last != num_ids:
+        requirement = (
+            f"with include_last_offset the last offset must be the number of ids, {num_ids}"
+        )
+        raise lookup_error(table, requirement, f"{last} at position {len(offsets) - 1}")
 
 
-def _offset_error(table: nn.Module, id_count: int, offsets: list[int]) -> InputError:
-    if offsets[0] != 0:
-        return lookup_error(table, "offsets must begin with 0", f"{offsets[0]} at position 0")
-    for position, (before, value) in enumerate(pairwise(offsets), 1):
-        if value < before:
-            got = f"{value} at position {position}, after {before}"
-            return lookup_error(table, "offsets must not decrease", got)
-    for position, value in enumerate(offsets):
-        if value > id_count:
-            requirement = f"offsets must be at most the number of ids, {id_count}"
-            return lookup_error(table, requirement, f"{value} at position {position}")
-    requirement = f"with include_last_offset the last offset must be the number of ids, {id_count}"
-    return lookup_error(table, requirement, f"{offsets[-1]} at position {len(offsets) - 1}")
-
-
-def check_per_sample_weights(
+def _check_per_sample_weights(
     table: nn.Module, weight: Tensor, ids: Tensor, weights: Any, mode: str
 ) -> None:
-    """Raise InputError unless there is one weight for each id."""
     if mode != "sum":
         requirement = "per_sample_weights are for mode='sum'"
         raise lookup_error(table, requirement, f"mode={mode!r}")
     if not isinstance(weights, Tensor) or weights.dtype != weight.dtype:
         requirement = f"per_sample_weights must be a tensor of the table's dtype, {weight.dtype}"
-        raise lookup_error(table, requirement, _describe(weights))
+        raise lookup_error(table, requirement, describe(weights))
     if weights.shape != ids.shape:
         requirement = f"per_sample_weights must have the shape of the ids, {tuple(ids.shape)}"
         raise lookup_error(table, requirement, tuple(weights.shape))
@@ -416,7 +373,8 @@ def check_per_sample_weights(
         raise lookup_error(table, requirement, weights.device)
 
 
-def _describe(thing: object) -> str:
+def describe(thing: object) -> str:
+    """Say what was given instead of a tensor of integers."""
     if not isinstance(thing, Tensor):
         return "None" if thing is None else f"a {type(thing).__name__}"
     return f"a {thing.dtype} tensor of shape {tuple(thing.shape)}"
@@ -475,12 +433,10 @@ def _backward(ctx: Any, *grads: Any) -> Any:
 def _weight_grad(
     shape: torch.Size, lookup: Lookup, result: LookupResult, grad: Tensor
 ) -> IndexedGrad:
-    """Return the gradient of a table of this shape that comes from one lookup."""
     if lookup.mode == MAX:
         return _max_grad(shape, result, grad)
     weights = lookup.per_sample_weights
     weights = None if weights is None else weights.reshape(-1)
-    by_frequency = lookup.table.scale_grad_by_freq
     if lookup.mode == MEAN:
         sizes = lookup.bag_sizes() if result.bag_sizes is None else result.bag_sizes
         values = grad * _inverse_sizes(lookup, sizes, grad)
@@ -488,24 +444,20 @@ def _weight_grad(
         values = unshared(grad)
         if lookup.mode == ROWS:
             values = values.reshape(lookup.ids.numel(), shape[1])
-    if result.indices is not None and (weights is None or lookup.padding_idx < 0):
-        return grad_of_ids(
-            shape,
-            result.indices,
-            values,
-            result.value_index,
-            weights,
-            scale_grad_by_freq=by_frequency,
-            copy=False,
-        )
+    ids, value_index, padding_idx = result.indices, result.value_index, -1
+    is_known = ids is not None and (weights is None or lookup.padding_idx < 0)
+    if not is_known:
+        ids, value_index, padding_idx = lookup.flat_ids, lookup.bag_index(), lookup.padding_idx
+    assert ids is not None
     return grad_of_ids(
         shape,
-        lookup.flat_ids,
+        ids,
         values,
-        lookup.bag_index(),
+        value_index,
         weights,
-        padding_idx=lookup.padding_idx,
-        scale_grad_by_freq=by_frequency,
+        padding_idx=padding_idx,
+        scale_grad_by_freq=lookup.table.scale_grad_by_freq,
+        copy=not is_known,
     )
 
 
@@ -520,17 +472,9 @@ def grad_of_ids(
     scale_grad_by_freq: bool = False,
     copy: bool = True,
 ) -> IndexedGrad:
-    """Return the gradient of a table from that of the rows or bags that were looked up.
+    """Return the gradient of a table from that of its output, ``values``, a row for each id or bag.
 
-    Args:
-        shape: the table's.
-        ids: the rows that were looked up, 1-D.
-        values: the gradient of the output, a row for each id or bag.
-        value_index: the row of ``values`` for each id; by default, its own number.
-        scale: a factor for each id.
-        padding_idx: the id that gets no gradient; -1 if there is none.
-        scale_grad_by_freq: whether each id's gradient is divided by its number of occurrences.
-        copy: whether to copy the ids, which may be a buffer that the next batch is read into.
+    ``copy`` is for ids in a buffer that the next batch may be read into.
     """
     if scale is not None:  # which may be a parameter that the same step updates
         scale = _copy(scale, scale.dtype)

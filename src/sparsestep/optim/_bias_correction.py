@@ -74,17 +74,7 @@ def per_row_correction(row_step: Tensor, lr: float, betas: Betas) -> tuple[BiasC
 def rules_with_bias_correction(
     name: str, update: Callable[..., Any], state: tuple[StateSpec, ...], idle_update: IdleUpdate
 ) -> dict[bool, Rule]:
-    """The rules of a formula that takes its bias correction as an argument.
-
-    Args:
-        name: the native kernel's, with ``_per_row`` where rows are counted.
-        update: ``(param, grad, *state, correction=..., betas=..., eps=...)``.
-        state: what it keeps; with the rows' counts, one more.
-        idle_update: what it does without a gradient, as long as steps are counted.
-
-    Returns:
-        By whether rows are counted.
-    """
+    """The rules of ``update(param, grad, *state, correction, betas, eps)``, by uses_per_row."""
 
     def with_steps(
         param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Betas, eps: float

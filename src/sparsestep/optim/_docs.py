@@ -6,9 +6,9 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
-from sparsestep.rules.options import GROUP_DEFAULTS, OPTIMIZER_OPTIONS, OPTIONS, SharedOptions
+from sparsestep.rules.options import GROUP_DEFAULTS, OPTIMIZER_OPTIONS, OPTIONS
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -29,6 +29,11 @@ _ARGUMENTS = {
     "seed": "turns on stochastic rounding of half-precision tensors; use a new one for each step.",
     "_allow_empty_param_list": "start without parameters, as ``torch.distributed`` does.",
 }
+_DEFAULTS = {
+    **OPTIMIZER_OPTIONS,
+    **GROUP_DEFAULTS,
+    **{"maximize": False, "weight_decay": 0.0, "seed": None},
+}
 _FUNCTION_MASK = "a bool tensor that selects the rows or elements to update."
 _UNUSED_STEP = "the number of this update; the formula does not use it."
 _TORCH_ONLY = "an option of torch's class; only the default is supported."
@@ -39,16 +44,13 @@ _SECTION = re.compile(r"^Args:\n((?:    .*\n)*)\n", re.MULTILINE)
 def document_args(like: type | None = None) -> Callable[[T], T]:
     """Complete the ``Args`` section of an optimizer class or of its function.
 
-    An argument is described by the docstring itself, by that of the class, or by the table of
-    options. ``**shared: Unpack[SharedOptions]`` is spelled out, in the signature as well.
-
-    Args:
-        like: for a function, the optimizer class of the same rule.
+    An argument is described by the docstring itself, by that of the class (``like``), or by the
+    table of options. ``**shared: Unpack[...]`` is spelled out, in the signature as well.
     """
 
     def complete(documented: T) -> T:
-        if isinstance(documented, type):
-            _spell_out_shared(vars(documented)["__init__"])
+        is_class = isinstance(documented, type)
+        _spell_out_shared(vars(documented)["__init__"] if is_class else documented)
         if documented.__doc__ is not None:
             arguments = inspect.signature(documented).parameters
             documented.__doc__ = with_args(documented.__doc__, arguments, like)
@@ -57,14 +59,14 @@ def document_args(like: type | None = None) -> Callable[[T], T]:
     return complete
 
 
-def _spell_out_shared(init: Any) -> None:
-    signature = inspect.signature(init, eval_str=True)
-    defaults = {**OPTIMIZER_OPTIONS, **GROUP_DEFAULTS}
-    *arguments, _ = signature.parameters.values()
-    for name, hint in get_type_hints(SharedOptions).items():
+def _spell_out_shared(function: Any) -> None:
+    signature = inspect.signature(function, eval_str=True)
+    *arguments, shared = signature.parameters.values()
+    (options,) = get_args(shared.annotation)
+    for name, hint in get_type_hints(options).items():
         kind = inspect.Parameter.KEYWORD_ONLY
-        arguments.append(inspect.Parameter(name, kind, default=defaults[name], annotation=hint))
-    init.__signature__ = signature.replace(parameters=arguments)
+        arguments.append(inspect.Parameter(name, kind, default=_DEFAULTS[name], annotation=hint))
+    function.__signature__ = signature.replace(parameters=arguments)
 
 
 def with_args(

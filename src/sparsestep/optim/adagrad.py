@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
@@ -12,10 +12,10 @@ from typing_extensions import Unpack
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules.idle import NoDrift
-from sparsestep.rules.options import EngineName, SharedOptions
+from sparsestep.rules.options import SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -46,9 +46,9 @@ class Adagrad(RuleOptimizer, Optimizer):
         s &\leftarrow s + g^2 \\
         p &\leftarrow p - \frac{lr}{1 + (t - 1) \eta} \cdot \frac{g}{\sqrt{s} + \epsilon}
 
-    Dense gradients run in torch's own kernel, so the results are torch's bit for bit. Unlike
-    torch's class, it supports weight decay with sparse gradients. Decoupled weight decay shrinks
-    the parameter by :math:`lr \lambda`, whatever :math:`\eta` is.
+    With dense gradients, the results are torch's up to rounding, and with ``foreach`` or ``fused``
+    set, bit for bit. Unlike torch's class, it supports weight decay with sparse gradients.
+    Decoupled weight decay shrinks the parameter by :math:`lr \lambda`, whatever :math:`\eta` is.
 
     The state is torch's: ``step`` and ``sum``, created with the optimizer. Checkpoints load in both
     directions.
@@ -69,10 +69,7 @@ class Adagrad(RuleOptimizer, Optimizer):
     """
 
     rule = RULE
-    group_options: ClassVar[tuple[str, ...]] = (
-        *RuleOptimizer.group_options,
-        "decoupled_weight_decay",
-    )
+    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -120,12 +117,7 @@ def adagrad_(
     lr: float | Tensor = 1e-2,
     lr_decay: float = 0.0,
     eps: float = 1e-10,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = False,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[DecayOptions],
 ) -> None:
     """One step of :class:`sparsestep.Adagrad`.
 
@@ -138,33 +130,14 @@ def adagrad_(
         ([0.0, -0.5], [0.0, 1.0])
     """
     hyperparams = {"lr": lr, "lr_decay": lr_decay, "eps": eps}
-    apply_(
-        *("adagrad_", RULE, param, grad, [sum], step, hyperparams),
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
-    )
+    apply_("adagrad_", RULE, param, grad, [sum], step, hyperparams, **shared)
 
 
 class FunctionalAdagrad(
     FunctionalOptimizer,
     optimizer=Adagrad,
-    positional=(
-        "lr",
-        "lr_decay",
-        "weight_decay",
-        "initial_accumulator_value",
-        "warmup_lr_multiplier",
-        "warmup_num_iters",
-        "eps",
-        "coalesce_grad",
-        "foreach",
-        "fused",
-        "maximize",
-    ),
+    positional="lr lr_decay weight_decay initial_accumulator_value warmup_lr_multiplier "
+    "warmup_num_iters eps coalesce_grad foreach fused maximize",
     torch_only={
         "warmup_lr_multiplier": 1.0,
         "warmup_num_iters": 0.0,

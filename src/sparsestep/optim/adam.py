@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules.idle import AdamDrift
-from sparsestep.rules.options import Betas, BiasCorrectionMode, EngineName, SharedOptions
+from sparsestep.rules.options import Betas, BiasCorrectionMode, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -68,12 +68,7 @@ def amsgrad(
 _AMSGRAD_STATE = (*bias.MOMENTS, StateSpec("max_exp_avg_sq", int8_format="unsigned"))
 
 
-_IDLE = AdamDrift(
-    buffer="exp_avg",
-    square="exp_avg_sq",
-    decays=bias.decays,
-    size=bias.step_size,
-)
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=bias.step_size)
 # The largest second moment does not decay.
 _AMSGRAD_IDLE = replace(_IDLE, square="max_exp_avg_sq")
 
@@ -97,10 +92,11 @@ class Adam(RuleOptimizer, Optimizer):
         p &\leftarrow p - \frac{lr}{1 - \beta_1^t} \cdot
             \frac{m}{\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon}
 
-    Dense gradients run in torch's own kernel, so the results are torch's bit for bit. (For a
-    half-precision parameter, set ``state_dtype`` to its dtype: by default the state is float32.)
-    Entries that are missing from a sparse gradient stay unchanged, and so do their moments. With
-    ``amsgrad``, the largest :math:`v` so far is used in the denominator.
+    With dense gradients, the results are torch's up to rounding, and with ``foreach`` or ``fused``
+    set, bit for bit. (For a half-precision parameter, set ``state_dtype`` to its dtype as well: by
+    default the state is float32.) Entries that are missing from a sparse gradient stay unchanged,
+    and so do their moments. With ``amsgrad``, the largest :math:`v` so far is used in the
+    denominator.
 
     The state is torch's: ``step``, ``exp_avg``, ``exp_avg_sq`` and, for AMSGrad,
     ``max_exp_avg_sq``. Checkpoints load in both directions.
@@ -124,7 +120,7 @@ class Adam(RuleOptimizer, Optimizer):
     """
 
     foreach_supports_tensor_lr = False  # unless capturable
-    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
+    group_options = (*RuleOptimizer.group_options, "bias_correction")
 
     def __init__(
         self,
@@ -183,12 +179,7 @@ def adam_(
     lr: float | Tensor = 1e-3,
     betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = False,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[DecayOptions],
 ) -> None:
     """One step of :class:`sparsestep.Adam`, or of AMSGrad if you pass ``max_exp_avg_sq``.
 
@@ -203,21 +194,13 @@ def adam_(
     hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     rule = RULES[max_exp_avg_sq is not None][False]
     state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
-    apply_(
-        *("adam_", rule, param, grad, state, step, hyperparams),
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
-    )
+    apply_("adam_", rule, param, grad, state, step, hyperparams, **shared)
 
 
 class FunctionalAdam(
     FunctionalOptimizer,
     optimizer=Adam,
-    positional=("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "fused"),
+    positional="lr betas eps weight_decay amsgrad maximize foreach fused",
 ):
     """:class:`sparsestep.Adam` for gradients that you pass yourself."""
 

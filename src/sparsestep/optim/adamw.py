@@ -12,11 +12,17 @@ from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.adam import RULES, Adam, FunctionalAdam
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.adam import RULES, Adam
+from sparsestep.optim.functional import (
+    FunctionalOptimizer,
+    FunctionOptions,
+    apply_,
+    check_keywords,
+    signature_from,
+)
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
-from sparsestep.rules.options import Betas, BiasCorrectionMode, EngineName, SharedOptions
+from sparsestep.rules.options import Betas, BiasCorrectionMode, SharedOptions
 from sparsestep.rules.rule import Rule
 
 
@@ -127,10 +133,7 @@ def adamw_(
     betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[FunctionOptions],
 ) -> None:
     """One step of :class:`sparsestep.AdamW`: Adam with decoupled weight decay.
 
@@ -145,18 +148,26 @@ def adamw_(
     hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     rule = RULES[max_exp_avg_sq is not None][False]
     state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
+    check_keywords("adamw_", shared)
     apply_(
-        *("adamw_", rule, param, grad, state, step, hyperparams),
+        "adamw_",
+        rule,
+        param,
+        grad,
+        state,
+        step,
+        hyperparams,
         weight_decay=weight_decay,
         decoupled_weight_decay=True,
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
+        **shared,
     )
 
 
-class FunctionalAdamW(FunctionalOptimizer, optimizer=AdamW, positional=FunctionalAdam.positional):
+class FunctionalAdamW(
+    FunctionalOptimizer,
+    optimizer=AdamW,
+    positional="lr betas eps weight_decay amsgrad maximize foreach fused",
+):
     """:class:`sparsestep.AdamW` for gradients that you pass yourself."""
 
     @signature_from(AdamW)

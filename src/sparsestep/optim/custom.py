@@ -181,7 +181,6 @@ def _state_specs(argument: str, given: Any, per_row: bool = False) -> list[State
 
 
 def _check_signature(function: Formula, specs: tuple[StateSpec, ...]) -> inspect.Signature:
-    """The function must take what it will be called with."""
     if not callable(function) or not hasattr(function, "__name__"):
         remedy = "Name its state in state= or row_state="
         raise InputError(message("rule must get a function", repr(function), remedy))
@@ -207,7 +206,6 @@ def _check_signature(function: Formula, specs: tuple[StateSpec, ...]) -> inspect
 
 
 def _formula_options(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
-    """The keyword-only arguments that a param group provides."""
     return {
         name: argument
         for name, argument in signature.parameters.items()
@@ -219,7 +217,7 @@ def _formula_options(signature: inspect.Signature) -> dict[str, inspect.Paramete
 
 
 def _wrap_formula(function: Formula, signature: inspect.Signature, compile: Any) -> Formula:
-    """The function on copies of its arguments, and its results in a form that can be written."""
+    """Call the function on copies of its arguments, and check its results."""
     name = function.__name__
 
     def copying(*values: Tensor, **options: Any) -> Any:
@@ -249,7 +247,7 @@ def _wrap_formula(function: Formula, signature: inspect.Signature, compile: Any)
 
 
 def _check_result(name: str, value: Any, like: Tensor) -> Any:
-    """A result in the dtype of the arithmetic; whether it is a tensor at all is not looked at."""
+    """Return a result in the dtype of the arithmetic; the engine refuses what is no tensor."""
     if not isinstance(value, Tensor):
         return value
     if value.layout is not torch.strided or value.is_complex() or value.device != like.device:
@@ -298,17 +296,10 @@ def _make_class(
 def _make_signature(
     options: Mapping[str, inspect.Parameter], decays: Sequence[str]
 ) -> inspect.Signature:
-    """What ``help`` shows."""
-    params, *extras = inspect.signature(CustomOptimizer, eval_str=True).parameters.values()
+    params, *shared, _ = inspect.signature(CustomOptimizer, eval_str=True).parameters.values()
     further = {**_standard_options(options), **{name: GROUP_DEFAULTS[name] for name in decays}}
-    return inspect.Signature(
-        [
-            params,
-            *options.values(),
-            *(
-                inspect.Parameter(name, params.KEYWORD_ONLY, default=value, annotation=type(value))
-                for name, value in further.items()
-            ),
-            *(each for each in extras if each.kind is each.KEYWORD_ONLY),
-        ]
-    )
+    standard = [
+        inspect.Parameter(name, params.KEYWORD_ONLY, default=value, annotation=type(value))
+        for name, value in further.items()
+    ]
+    return inspect.Signature([params, *options.values(), *standard, *shared])

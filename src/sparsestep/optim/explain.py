@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -99,31 +99,33 @@ def explain_param(
     used: tuple[Tensor, str, str] | None,
     rows_behind: int,
 ) -> ParamExplanation:
-    """Explain one parameter.
-
-    Args:
-        name: the parameter's name.
-        param: the parameter.
-        param_state: its state.
-        used: the parameter, the engine of its latest update, and why not another.
-        rows_behind: the number of rows that wait for a catch-up.
-    """
+    """Explain one parameter; ``used`` is its entry in ``RuleOptimizer.used_engines``."""
     owner, engine, reason = used or (None, None, "")
     if owner is not param:
         engine, reason = None, ""
-    tensors = (v for k, v in (param_state or {}).items() if k != "step" and isinstance(v, Tensor))
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     # A lazy parameter refuses to tell its shape; so far its memory has no elements.
     shape = memory_of(param).shape if is_lazy(param) else param.shape
+    size = state_bytes(param_state)
     return ParamExplanation(name, tuple(shape), engine, reason, size, rows_behind)
 
 
-# Embeddings with dense gradients: a forgotten ``sparse=True``, which costs a pass over the table.
-# A large matrix whose dense gradient is zero in most rows is such an embedding. The weight of a
-# linear layer, as large as it may be, has a gradient in nearly every row.
+def state_bytes(param_state: Mapping[str, Any] | None) -> int:
+    """Return the size of a parameter's state tensors."""
+    tensors = (v for k, v in (param_state or {}).items() if k != "step" and isinstance(v, Tensor))
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+# Embeddings with dense gradients, which cost a pass over the table: a forgotten ``sparse=True``, or
+# an L2 penalty in the loss, which makes any gradient dense. A large matrix is such an embedding if
+# its dense gradient is zero in most rows, or the same multiple of the matrix. The weight of a
+# linear layer, as large as it may be, has a gradient of its own in nearly every row.
 
 DENSE_EMBEDDING = (
     "dense gradient for an embedding: pass sparse=True, or call sparsestep.nn.fuse(model)."
+)
+PENALIZED_EMBEDDING = (
+    "dense gradient for an embedding, from an L2 penalty in the loss: use decoupled weight decay, "
+    "or sparsestep.nn.functional.embedding_l2."
 )
 
 # A smaller table is updated in some hundred microseconds either way.
@@ -132,6 +134,17 @@ _MIN_ELEMENTS = 1 << 19
 # Below this share of rows, a sparse step is at least twice as fast as a dense one.
 _MOST_USED = 0.25
 _SAMPLED_ROWS = 1 << 12
+# Two numbers per row decide about a penalty, so fewer rows will do. Its gradient is rounded a few
+# times: once for each factor, and once for each penalty that is added.
+_COMPARED_ROWS = 1 << 8
+_ROUNDINGS = 8
+
+
+def _may_be_embedding(grad: Gradient) -> TypeGuard[Tensor]:
+    """Whether a gradient is dense and that of a large matrix."""
+    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.dim() != 2:
+        return False
+    return len(grad) >= _MIN_ROWS and grad.numel() >= _MIN_ELEMENTS and not grad.is_meta
 
 
 def looks_like_embedding(grad: Gradient) -> bool:
@@ -145,9 +158,7 @@ def looks_like_embedding(grad: Gradient) -> bool:
         >>> looks_like_embedding(table.weight.grad), looks_like_embedding(layer.weight.grad)
         (True, False)
     """
-    if type(grad) is not Tensor or grad.layout is not torch.strided or grad.dim() != 2:
-        return False
-    if len(grad) < _MIN_ROWS or grad.numel() < _MIN_ELEMENTS or grad.is_meta:
+    if not _may_be_embedding(grad):
         return False
     with torch.no_grad():
         sample = grad[:: len(grad) // _SAMPLED_ROWS]
@@ -155,17 +166,56 @@ def looks_like_embedding(grad: Gradient) -> bool:
         return used < _MOST_USED * len(sample) and (used > 0 or bool(grad.any()))
 
 
-def embedding_warning(who: str, shape: torch.Size) -> str:
-    """Return the text of the warning about an embedding with a dense gradient.
+def looks_penalized(param: Tensor, grad: Gradient) -> bool:
+    """Return whether a dense, large gradient is the same multiple of the parameter in most rows.
 
-    Args:
-        who: names the optimizer and the parameter.
-        shape: of the parameter.
+    That is the gradient of an L2 penalty in rows without any other. It reads a sample of the rows.
+
+    Example:
+        >>> table = torch.nn.Embedding(20_000, 32, sparse=True)
+        >>> penalty = 1e-4 * table.weight.square().sum()
+        >>> (table(torch.tensor([1, 19_999])).sum() + penalty).backward()
+        >>> looks_penalized(table.weight, table.weight.grad)
+        True
     """
+    if not _may_be_embedding(grad) or param.shape != grad.shape:
+        return False
+    with torch.no_grad():
+        every = len(grad) // _COMPARED_ROWS
+        values, slopes = param[::every], grad[::every]
+        if values.is_complex():
+            values, slopes = (torch.view_as_real(t).flatten(1) for t in (values, slopes))
+        values, slopes = values.double(), slopes.double()
+        factors = (values * slopes).sum(1) / values.square().sum(1)
+        factor = factors.nanmedian()
+        allowed = _ROUNDINGS * torch.finfo(grad.dtype).eps * (factor * values).abs()
+        same = ((slopes - factor * values).abs() <= allowed).all(1)
+        return bool(factor != 0) and int(same.sum()) > (1 - _MOST_USED) * len(same)
+
+
+def explain_dense_gradient(param: Tensor, grad: Gradient) -> str:
+    """Return what makes the gradient of an embedding dense; nothing if it is none."""
+    if looks_like_embedding(grad):
+        return DENSE_EMBEDDING
+    return PENALIZED_EMBEDDING if looks_penalized(param, grad) else ""
+
+
+_TROUBLESHOOTING = "https://sparsestep.readthedocs.io/troubleshooting.html"
+
+
+def embedding_warning(who: str, shape: torch.Size, reason: str) -> str:
+    """Return the text of the warning about an embedding with a dense gradient."""
+    if reason == PENALIZED_EMBEDDING:
+        return (
+            f"{who}: dense gradient for an embedding of shape {tuple(shape)}: an L2 penalty on the "
+            "whole table is in the loss, so the step updates every row. Use decoupled weight decay "
+            "(AdamW, or decoupled_weight_decay=True) instead, or a penalty on the rows of the "
+            "batch, sparsestep.nn.functional.embedding_l2(table, ids): "
+            f"{_TROUBLESHOOTING}#my-gradient-is-dense-because-of-an-l2-penalty"
+        )
     return (
         f"{who}: dense gradient for an embedding of shape {tuple(shape)}: the step updates every "
         "row, although most have no gradient. Pass sparse=True to nn.Embedding, or call "
         "sparsestep.nn.fuse(model): "
-        "https://sparsestep.readthedocs.io/troubleshooting.html"
-        "#my-gradient-is-dense-although-i-use-an-embedding"
+        f"{_TROUBLESHOOTING}#my-gradient-is-dense-although-i-use-an-embedding"
     )

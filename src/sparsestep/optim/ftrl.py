@@ -11,10 +11,16 @@ from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.functional import (
+    FunctionalOptimizer,
+    FunctionOptions,
+    apply_,
+    check_keywords,
+    signature_from,
+)
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.idle import RecomputeFromState
-from sparsestep.rules.options import EngineName, SharedOptions
+from sparsestep.rules.options import SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -138,10 +144,7 @@ def ftrl_(
     beta: float = 1.0,
     l1: float = 0.0,
     l2: float = 0.0,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[FunctionOptions],
 ) -> None:
     r"""One step of :class:`sparsestep.Ftrl`.
 
@@ -155,16 +158,11 @@ def ftrl_(
     """
     hyperparams = {"lr": lr, "beta": beta, "l1": l1, "l2": l2}
     state = [linear, sum]
-    apply_(
-        *("ftrl_", RULE, param, grad, state, step, hyperparams),
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
-    )
+    check_keywords("ftrl_", shared)
+    apply_("ftrl_", RULE, param, grad, state, step, hyperparams, **shared)
 
 
-class FunctionalFtrl(FunctionalOptimizer, optimizer=Ftrl, positional=("lr", "beta", "l1", "l2")):
+class FunctionalFtrl(FunctionalOptimizer, optimizer=Ftrl):
     """:class:`sparsestep.Ftrl` for gradients that you pass yourself."""
 
     @signature_from(Ftrl)

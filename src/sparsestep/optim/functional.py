@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from operator import index, methodcaller
 from threading import RLock
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypedDict
 
 import torch
 from torch import Tensor
@@ -63,14 +64,14 @@ _OP_KEYWORDS: tuple[str, ...] = (
 )
 
 
-def is_graph_safe(grad: Gradient) -> bool:
+def _is_graph_safe(grad: Gradient) -> bool:
     """Whether a graph can hold a gradient; no graph holds a sparse tensor."""
     if isinstance(grad, IndexedGrad):
         return True
     return type(grad) in (Tensor, torch.nn.Parameter) and grad.layout is torch.strided
 
 
-def call_op(
+def _call_op(
     who: str,
     rule: Rule,
     param: Tensor,
@@ -80,7 +81,7 @@ def call_op(
     hyperparams: dict[str, Any],
     **keywords: Any,
 ) -> None:
-    """``apply_`` as the operation that a graph has; the arguments are the same."""
+    """``apply_`` as the operation that a graph has."""
     gradient = grad if isinstance(grad, IndexedGrad) else IndexedGrad(None, grad)
     is_tensor = isinstance(step, Tensor)
     names, numbers, tensors = _flatten(hyperparams)
@@ -94,12 +95,7 @@ def call_op(
 
 
 def _flatten(hyperparams: dict[str, Any]) -> tuple[str, list[float], list[Tensor]]:
-    """Options as a graph can have them: names, numbers, and what is a tensor in place of a number.
-
-    Example:
-        >>> _flatten({"lr": torch.tensor(0.5), "betas": (0.75, 0.5), "nesterov": True})
-        ('lr=tensor betas=2 nesterov=1', [0.75, 0.5, 1.0], [tensor(0.5000)])
-    """
+    """Options as a graph can have them: ``"lr=tensor betas=2"``, numbers, tensors."""
     names: list[str] = []
     numbers: list[float] = []
     tensors: list[Tensor] = []
@@ -107,50 +103,61 @@ def _flatten(hyperparams: dict[str, Any]) -> tuple[str, list[float], list[Tensor
         if isinstance(value, Tensor):
             names.append(f"{name}=tensor")
             tensors.append(value)
+        elif type(value) in (tuple, list):  # what older compilers understand
+            names.append(f"{name}={len(value)}")
+            numbers += [float(each) for each in value]
         else:
-            several = type(value) in (tuple, list)  # what older compilers understand
-            values = value if several else (value,)
-            names.append(f"{name}={len(values)}" if several else f"{name}=1")
-            for each in values:
-                numbers.append(float(each))
+            names.append(f"{name}=1")
+            numbers.append(float(value))
     return " ".join(names), numbers, tensors
 
 
 def _unflatten(names: str, numbers: Sequence[float], tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """The options again.
-
-    Example:
-        >>> _unflatten("lr=tensor betas=2 nesterov=1", [0.75, 0.5, 1.0], [torch.tensor(0.5)])
-        {'lr': tensor(0.5000), 'betas': (0.75, 0.5), 'nesterov': 1.0}
-    """
-    left, others = list(numbers), list(tensors)
+    left, others = iter(numbers), iter(tensors)
     hyperparams: dict[str, Any] = {}
     for each in names.split():
         name, kind = each.split("=")
-        if kind == "tensor":
-            hyperparams[name] = others.pop(0)
-        elif kind == "1":
-            hyperparams[name] = left.pop(0)
+        if kind in ("tensor", "1"):
+            hyperparams[name] = next(others if kind == "tensor" else left)
         else:
-            hyperparams[name] = tuple(left.pop(0) for _ in range(int(kind)))
+            hyperparams[name] = tuple(islice(left, int(kind)))
     return hyperparams
 
 
-def _register_op(apply: Callable[..., None]) -> None:
-    """Make the operation; a function that has the arguments of ``apply_`` does its work."""
+def _run_op(who: str, rule: str, param: Tensor, state: list[Tensor], *rest: Any) -> None:
+    gradient, (step, step_tensor, *packed) = IndexedGrad(*rest[:7]), rest[7:12]
+    keywords = dict(zip(_OP_KEYWORDS, rest[12:], strict=True))
+    step = step if step_tensor is None else step_tensor
+    apply_(who, rules_by_key[rule], param, gradient, state, step, _unflatten(*packed), **keywords)
 
-    def run(who: str, rule: str, param: Tensor, state: list[Tensor], *rest: Any) -> None:
-        gradient, rest = IndexedGrad(*rest[:7]), rest[7:]
-        step, step_tensor, names, numbers, tensors = rest[:5]
-        kept = dict(zip(_OP_KEYWORDS, rest[5:], strict=True))
-        hyperparams = _unflatten(names, numbers, tensors)
-        step = step if step_tensor is None else step_tensor
-        apply(who, rules_by_key[rule], param, gradient, state, step, hyperparams, **kept)
 
-    operation = torch.library.custom_op(
-        "sparsestep::apply_", run, mutates_args=("param", "state"), schema=_SCHEMA
-    )
-    operation.register_fake(lambda *arguments: None)
+_operation = torch.library.custom_op(
+    "sparsestep::apply_", _run_op, mutates_args=("param", "state"), schema=_SCHEMA
+)
+_operation.register_fake(lambda *arguments: None)
+
+
+class FunctionOptions(TypedDict, total=False):
+    """The keyword arguments that every function passes on to ``apply_``."""
+
+    maximize: bool
+    mask: Tensor | None
+    engine: options.EngineName
+    seed: int | None
+
+
+def check_keywords(who: str, shared: Mapping[str, object]) -> None:
+    """Refuse keyword arguments of ``apply_`` that a function without weight decay options lacks."""
+    for name in shared:
+        if name not in FunctionOptions.__annotations__:
+            raise TypeError(f"{who}() got an unexpected keyword argument {name!r}")
+
+
+class DecayOptions(FunctionOptions, total=False):
+    """Those of a function with both kinds of weight decay."""
+
+    weight_decay: float
+    decoupled_weight_decay: bool
 
 
 def apply_(
@@ -183,14 +190,14 @@ def apply_(
         weight_decay: strength of the weight decay.
         decoupled_weight_decay: shrink the parameter instead of adding to the gradient.
         mask: a bool tensor that selects the rows or elements to update.
-        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.
+        engine: ``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; same results.
         seed: turns on stochastic rounding of half-precision tensors; use a new one for each step.
 
     Raises:
         InputError: an argument is invalid; nothing has changed.
     """
     if torch.compiler.is_compiling():
-        run = call_op if is_graph_safe(grad) else _uncompiled
+        run = _call_op if _is_graph_safe(grad) else _uncompiled
         kept = (maximize, weight_decay, decoupled_weight_decay, mask, engine, seed)
         keywords: dict[str, Any] = dict(zip(_OP_KEYWORDS, kept, strict=True))
         run(who, rule, param, grad, state, step, hyperparams, **keywords)
@@ -257,7 +264,6 @@ def _apply_cached(
     state: Sequence[Tensor | None],
     step: int | Tensor,
 ) -> bool:
-    """Update in one call of the core, if it has seen the options and all tensors are standard."""
     try:
         found = _cached_groups.get(key)
     except TypeError:  # a list is no key
@@ -309,7 +315,6 @@ def _check_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> l
 
 
 _uncompiled = disable_compiler(apply_)
-_register_op(apply_)
 
 
 P = ParamSpec("P")
@@ -351,26 +356,29 @@ class FunctionalOptimizer:
     """
 
     optimizer_class: ClassVar[type[RuleOptimizer]]
-    positional: ClassVar[tuple[str, ...]] = ("lr",)
+    positional: ClassVar[Sequence[str]] = ("lr",)
     torch_only: ClassVar[Mapping[str, Any]] = {}
     registry: ClassVar[dict[type[RuleOptimizer], type[FunctionalOptimizer]]] = {}
 
     def __init_subclass__(
         cls,
         optimizer: type[RuleOptimizer] | None = None,
-        positional: tuple[str, ...] = ("lr",),
+        positional: str = "",
         torch_only: Mapping[str, Any] | None = None,
     ) -> None:
         """Complete the docstring and signature of a class, and register it.
 
         Args:
             optimizer: the optimizer class that does the work; ``None`` for a subclass of yours.
-            positional: options that may be passed by position, in the order of torch's class.
+            positional: options that torch's functional class takes by position, in its order; by
+                default those that the optimizer class takes.
             torch_only: options that only torch's class has, with the values that mean the same.
         """
         if optimizer is None:
             return
-        cls.optimizer_class, cls.positional = optimizer, positional
+        _, *options = inspect.signature(optimizer).parameters.values()
+        by_place = [each.name for each in options if each.kind is each.POSITIONAL_OR_KEYWORD]
+        cls.optimizer_class, cls.positional = optimizer, positional.split() or by_place
         cls.torch_only = torch_only or {}
         vars(cls)["__init__"].__signature__ = signature_of(cls)  # for help() and Sphinx
         doc = f"{inspect.cleandoc(cls.__doc__ or '')}\n{_DOCSTRING.format(name=optimizer.__name__)}"
@@ -559,7 +567,7 @@ class FunctionalOptimizer:
 
     @contextmanager
     def _alone_with(self, params: list[Tensor]) -> Iterator[None]:
-        """Hold the locks of several parameters, always taken in the same order."""
+        """Hold the locks of several parameters, always acquired in the same order."""
         locks = [self._lock_of(key) for key in sorted({id(param) for param in params})]
         held: list[RLock] = []
         # A signal handler may raise between any two bytecodes. So locks are acquired and noted, and
@@ -613,7 +621,7 @@ _uncompiled_update = disable_compiler(FunctionalOptimizer._update)  # noqa: SLF0
 
 
 def signature_of(cls: type[FunctionalOptimizer]) -> inspect.Signature:
-    """What the constructor takes: by position what torch's functional class does, then by name."""
+    """The signature of the constructor: options by position, then the others by name."""
     by_place, by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     known = dict(inspect.signature(cls.optimizer_class, eval_str=True).parameters)
     for key, default in cls.torch_only.items():

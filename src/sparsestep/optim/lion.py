@@ -11,11 +11,11 @@ from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.functional import FunctionalOptimizer, FunctionOptions, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options
 from sparsestep.rules.idle import SignDrift
-from sparsestep.rules.options import Betas, EngineName, SharedOptions
+from sparsestep.rules.options import Betas, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -102,10 +102,7 @@ def lion_(
     lr: float | Tensor = 1e-4,
     betas: Betas = (0.9, 0.99),
     weight_decay: float = 0.0,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[FunctionOptions],
 ) -> None:
     """One step of :class:`sparsestep.Lion`. Weight decay is decoupled.
 
@@ -119,19 +116,20 @@ def lion_(
     """
     hyperparams = {"lr": lr, "betas": betas}
     apply_(
-        *("lion_", RULE, param, grad, [exp_avg], step, hyperparams),
+        "lion_",
+        RULE,
+        param,
+        grad,
+        [exp_avg],
+        step,
+        hyperparams,
         weight_decay=weight_decay,
         decoupled_weight_decay=True,
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
+        **shared,
     )
 
 
-class FunctionalLion(
-    FunctionalOptimizer, optimizer=Lion, positional=("lr", "betas", "weight_decay")
-):
+class FunctionalLion(FunctionalOptimizer, optimizer=Lion):
     """:class:`sparsestep.Lion` for gradients that you pass yourself."""
 
     @signature_from(Lion)

@@ -18,10 +18,10 @@ from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules.idle import AdamDrift
-from sparsestep.rules.options import Betas, EngineName, SharedOptions, as_float
+from sparsestep.rules.options import Betas, SharedOptions, as_float
 from sparsestep.rules.rule import Rule
 
 _NEGLIGIBLE = 1e-20  # 1 minus this is 1
@@ -126,8 +126,9 @@ class NAdam(RuleOptimizer, Optimizer):
             \left(\sqrt{v} / \sqrt{1 - \beta_2^t} + \epsilon\right)
 
     where the momentum :math:`\mu_t = \beta_1 (1 - 0.5 \cdot 0.96^{t \psi})` grows with the steps of
-    the parameter. Dense gradients run in torch's own kernel, so the results are torch's bit for
-    bit. Entries that are missing from a sparse gradient stay unchanged, and so do their moments.
+    the parameter. With dense gradients, the results are torch's up to rounding, and with
+    ``foreach`` set, bit for bit. Entries that are missing from a sparse gradient stay unchanged,
+    and so do their moments.
 
     The state is ``step``, ``exp_avg`` and ``exp_avg_sq``. Torch also keeps ``mu_product``, the
     product above. Here it follows from ``step`` and the options; ``state_dict()`` has it, so
@@ -216,12 +217,7 @@ def nadam_(
     betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     momentum_decay: float = 4e-3,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = False,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[DecayOptions],
 ) -> None:
     """One step of :class:`sparsestep.NAdam`.
 
@@ -235,20 +231,10 @@ def nadam_(
     """
     hyperparams = {"lr": lr, "betas": betas, "eps": eps, "momentum_decay": momentum_decay}
     state = [exp_avg, exp_avg_sq]
-    apply_(
-        *("nadam_", RULE, param, grad, state, step, hyperparams),
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
-    )
+    apply_("nadam_", RULE, param, grad, state, step, hyperparams, **shared)
 
 
-class FunctionalNAdam(
-    FunctionalOptimizer, optimizer=NAdam, positional=("lr", "betas", "eps", "weight_decay")
-):
+class FunctionalNAdam(FunctionalOptimizer, optimizer=NAdam):
     """:class:`sparsestep.NAdam` for gradients that you pass yourself."""
 
     @signature_from(NAdam)

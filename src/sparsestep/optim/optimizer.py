@@ -1,8 +1,8 @@
 """RuleOptimizer: a torch optimizer around a rule.
 
 It keeps groups, state and step counts as torch does, checks everything before anything is written,
-and hands sparse and masked gradients to an engine, dense ones to torch's own kernel where torch has
-one for the formula.
+and hands gradients to an engine. Dense ones go to torch's own kernel if an option asks for it, or
+if the core cannot run them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from sparsestep import engines
 from sparsestep._process import fork_safe_lock, uninterrupted
-from sparsestep._torch import disable_compiler, global_hooks, profiler_enabled, profiler_range
+from sparsestep._torch import (
+    disable_compiler,
+    global_hooks,
+    optimizer_hooks,
+    profiler_enabled,
+    profiler_range,
+)
 from sparsestep.deferred.rows import DeferredRows, as_real_rows, replay_dense_step
 from sparsestep.deferred.tracking import Tracking, warn_if_tracked_elsewhere
 from sparsestep.engines.base import GroupSettings
@@ -34,10 +40,11 @@ from sparsestep.memory.mapped_file import RowWrites, about_to_write, file_of, ma
 from sparsestep.memory.mapped_state import settle
 from sparsestep.memory.tensors import is_distributed, memory_of
 from sparsestep.optim import state as states
-from sparsestep.optim.explain import Explanation, explain_param
+from sparsestep.optim.explain import Explanation, explain_param, state_bytes
+from sparsestep.optim.metrics import count_rows
 from sparsestep.optim.param_groups import ParamGroup, ParamGroups, options_for_ranks, param_name
 from sparsestep.optim.state_dict import LoadedState, read_state_dict, saved_by_rows
-from sparsestep.optim.step import Step, StepInBackward, reserve_unmasked
+from sparsestep.optim.step import Step, StepInBackward, reserve_rows
 from sparsestep.rules import options
 from sparsestep.rules._derive_idle import derive_idle_update
 from sparsestep.rules.int8 import with_int8_state
@@ -57,11 +64,8 @@ def run_torch_kernel(
 ) -> None:
     """Call a function of ``torch.optim``, such as its ``adam``, on dense gradients.
 
-    Args:
-        function: takes parameters, gradients, lists of state, step counts, then options by name.
-        batch: the dense gradients.
-        state: the names of the state, in the function's order.
-        tensor_betas: whether the function takes betas that are tensors.
+    It takes parameters, gradients, lists of state (whose names are ``state``), step counts, then
+    options by name; ``tensor_betas`` if betas may be tensors.
     """
     names = _argument_names(function)[len(state) + 3 :]
     chosen = {name: batch.group[name] for name in names if name in batch.group}
@@ -96,8 +100,8 @@ class RuleOptimizer(_Base):
         deferred: with ``semantics="dense"``, the rows of each parameter, by its id.
         used_engines: by a parameter's id: the parameter, the engine of its latest update, and why
             not another.
-        dense_embeddings: by a parameter's id: the parameter, and whether its dense gradient is zero
-            in most rows.
+        dense_embeddings: by a parameter's id: the parameter, and what makes its gradient dense if
+            it is an embedding.
     """
 
     rule: ClassVar[Rule]
@@ -171,7 +175,7 @@ class RuleOptimizer(_Base):
         self.groups: ParamGroups = ParamGroups()
         self.deferred: dict[int, DeferredRows] = {}
         self.used_engines: dict[int, tuple[Tensor, str, str]] = {}
-        self.dense_embeddings: dict[int, tuple[Tensor, bool]] = {}
+        self.dense_embeddings: dict[int, tuple[Tensor, str]] = {}
         self.store: states.StateStore = states.StateStore()
         self._cached_plan: CachedPlan | None = None  # of a step that may be replayed
         self._lock = fork_safe_lock()  # one step at a time
@@ -277,14 +281,42 @@ class RuleOptimizer(_Base):
         return cls.rule
 
     @classmethod
-    def stored_rule_for(cls, group: dict[str, Any]) -> Rule:
-        """Return ``rule_for(group)`` with its state as stored, for example in int8."""
-        rule = cls.rule_for(group)
-        is_int8 = options.get_option(group, "state_dtype") is torch.int8
-        return with_int8_state(rule) if is_int8 else rule
+    def elementwise_rule_for(cls, group: dict[str, Any]) -> Rule | None:
+        """Return the rule of parameters with dense gradients, if the group selects another."""
+        return None
 
     @classmethod
-    def uses_torch_kernel(cls, group: dict[str, Any]) -> bool:
+    def stored_rule_for(
+        cls,
+        group: dict[str, Any],
+        param: Tensor | None = None,
+        param_state: Mapping[str, Any] | None = None,
+    ) -> Rule:
+        """Return the rule of a group, or of a parameter with this state, as ``stored_rules_for``.
+
+        Without a state, a parameter has the rule of sparse gradients.
+        """
+        rule, elementwise = cls.stored_rules_for(group, param)
+        if elementwise is None or param is None or not param_state:
+            return rule
+        return elementwise if states.is_elementwise(rule, param, param_state) else rule
+
+    @classmethod
+    def stored_rules_for(
+        cls, group: dict[str, Any], param: Tensor | None = None
+    ) -> tuple[Rule, Rule | None]:
+        """Return both rules of a group with their state as stored, for example in int8.
+
+        Int8 has a scale for each row, so the state of a parameter without rows is float32.
+        """
+        rule, elementwise = cls.rule_for(group), cls.elementwise_rule_for(group)
+        is_int8 = options.get_option(group, "state_dtype") is torch.int8
+        if not is_int8 or (param is not None and param.dim() <= 1):
+            return rule, elementwise
+        return with_int8_state(rule), elementwise and with_int8_state(elementwise)
+
+    @classmethod
+    def supports_torch_kernel(cls, group: dict[str, Any]) -> bool:
         """Whether torch's kernel supports the group's options."""
         return (
             cls.has_torch_kernel()
@@ -359,7 +391,7 @@ class RuleOptimizer(_Base):
             cached_plan = self._cached_plan if self.engine in ("auto", "native") else None
             is_dense = self.semantics == "dense"
             if cached_plan is not None and mapped_files and not sources:
-                can_replay = not is_dense and reserve_unmasked(self.state, self.param_groups)
+                can_replay = not is_dense and reserve_rows(self.state, self.param_groups)
                 cached_plan = cached_plan if can_replay else None
             if sources:
                 # A rank that stops in the middle of an exchange keeps the others waiting.
@@ -495,31 +527,20 @@ class RuleOptimizer(_Base):
             >>> weight.flatten().tolist()
             [-1.75, -1.5, -1.0]
         """
-        known = list(self.params())
         if param is not None:
-            if not any(param is each for each in known):
-                requirement = "catch_up needs a parameter of this optimizer"
-                got = states.describe_other(param)
-                raise InputError(f"{type(self).__name__}: {message(requirement, got)}")
-            known = [param]
-        for each in known:
+            with error_prefix(type(self).__name__):
+                self.group_of(param)
+        for each in self.params() if param is None else [param]:
             deferred = self.deferred.get(id(each))
             if rows is not None and (deferred is not None or param is not None):
-                memory = memory_of(each)
                 with error_prefix(type(self).__name__):
-                    rows = states.check_rows("rows to catch up", rows, memory)
-            if deferred is None:
-                continue
-            self.catch_up_rows(each, rows)
-            deferred.caught_up_by_user = True
+                    rows = states.check_rows("rows to catch up", rows, memory_of(each))
+            if deferred is not None:
+                self.catch_up_rows(each, rows)
+                deferred.caught_up_by_user = True
 
     def catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
-        """Catch up rows of one parameter that are known to be valid.
-
-        Args:
-            param: the parameter.
-            rows: row indices, int64 or int32 of one dim; ``None`` for all.
-        """
+        """Catch up valid rows of one parameter, int64 or int32 of one dim; ``None`` for all."""
         deferred = self._deferred_rows(param)
         if deferred is None or not deferred.has_deferred:
             return
@@ -574,7 +595,8 @@ class RuleOptimizer(_Base):
         """Create the state of every parameter that has none yet, as before a first step.
 
         Use it if a framework loads checkpoints into existing tensors. It skips SGD's momentum with
-        dampening, where a missing buffer means a first step, as in torch.
+        dampening, where a missing buffer means a first step, as in torch. With
+        ``dense="elementwise"`` it creates state per row, which a dense first gradient replaces.
 
         Example:
             >>> import sparsestep
@@ -588,17 +610,15 @@ class RuleOptimizer(_Base):
 
     def _materialize(self, is_wanted: Callable[[Tensor], bool]) -> None:
         for group in self.param_groups:
-            rule = self.stored_rule_for(group)
+            if not self.can_materialize_state(group):
+                continue
+            dtype = group.get("state_dtype")
             for param in group["params"]:
-                if (
-                    self.state.get(param)
-                    or is_lazy(param)  # its shape is not known yet
-                    or not self.can_materialize_state(group)
-                    or not is_wanted(param)
-                ):
+                # The shape of a lazy parameter is not known yet.
+                if self.state.get(param) or is_lazy(param) or not is_wanted(param):
                     continue
-                memory = memory_of(param)
-                made = states.new_state(rule, memory, group, group.get("state_dtype"))
+                rule = self.stored_rule_for(group, param)
+                made = states.new_state(rule, memory_of(param), group, dtype)
                 param_state = states.new_param_state(
                     group, rule, param, made, step_is_tensor=self.step_is_tensor
                 )
@@ -614,9 +634,8 @@ class RuleOptimizer(_Base):
         """Create missing state of parameters that require a gradient, for a checkpoint."""
         self._materialize(lambda param: param.requires_grad)
         if len(self.state):  # a parameter that needs no state has an empty one beside others
-            for group in self.param_groups:
-                for param in group["params"]:
-                    self.state[param]
+            for param in self.params():
+                self.state[param]
 
     def share_memory(self) -> None:
         """Move the state to shared memory, for processes that train one model together.
@@ -641,6 +660,16 @@ class RuleOptimizer(_Base):
                     "share_memory needs semantics='masked': processes cannot catch up rows"
                 )
                 raise InputError(message(requirement, "semantics='dense'"))
+            for group in self.param_groups:
+                kept = map(self.state.get, group["params"])
+                if self.elementwise_rule_for(group) and any(
+                    not each or states.is_unused(each) for each in kept
+                ):
+                    requirement = (
+                        "share_memory: with dense='elementwise', the state must already exist, "
+                        "since the first gradient decides its shape"
+                    )
+                    raise InputError(message(requirement, "no state yet", "Call step() first"))
             self.materialize_state()
             for group in self.param_groups:
                 if any(map(is_lazy, group["params"])):
@@ -699,26 +728,11 @@ class RuleOptimizer(_Base):
     ) -> None:
         """Add the state of rows to what ``writes`` resets; everything that can raise.
 
-        Args:
-            param: one of this optimizer's parameters.
-            rows: which ones.
-            writes: commits the reset.
-            is_overwritten: the rows of the parameter are overwritten as well, so that steps they
-                have missed do not matter.
+        Rows of the parameter that are overwritten as well need not catch up.
         """
-        group = self.group_of(param)
+        tensors, values = self._resettable_state(param)
         memory = memory_of(param)
-        if is_distributed(param):
-            requirement = "forget does not support parameters that are sharded across processes"
-            raise InputError(message(requirement, "a DTensor"))
         rows = states.check_rows("rows to forget", rows, memory)
-        param_state, rule = self.state.get(param), self.stored_rule_for(group)
-        tensors: list[Tensor] = []
-        # A missing tensor means a first step.
-        if param_state and all(param_state.get(spec.name) is not None for spec in rule.state):
-            tensors = states.check_state(rule, memory, param_state)
-            self.store.check_writable(param, memory, tensors)
-        values = [states.initial_value(spec, group) for spec in rule.state[: len(tensors)]]
         if not is_overwritten:
             self.catch_up_rows(param, rows)
         if not rows.numel():
@@ -733,13 +747,111 @@ class RuleOptimizer(_Base):
         if deferred is not None:
             writes.add(*deferred.prepare_reset(rows))
 
-    def prepare_grow(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
-        """Create the state of a parameter for more rows; everything that can raise.
+    def _resettable_state(self, param: Tensor) -> tuple[list[Tensor], list[float]]:
+        """Return the state tensors of a parameter, writable, and their initial values."""
+        group = self.group_of(param)
+        if is_distributed(param):
+            requirement = "state of parameters that are sharded across processes cannot be reset"
+            raise InputError(message(requirement, "a DTensor"))
+        memory, param_state = memory_of(param), self.state.get(param)
+        rule = self.stored_rule_for(group, memory, param_state)
+        if not param_state or not states.is_complete(rule, param_state):
+            return [], []
+        tensors = states.check_state(rule, memory, param_state)
+        self.store.check_writable(param, memory, tensors)
+        return tensors, [states.initial_value(spec, group) for spec in rule.state]
+
+    def set_mask(self, param: Tensor, mask: Tensor | None) -> None:
+        """Replace the mask of one parameter, for sparsity patterns that change during training.
+
+        Entries that stay in the mask keep their state. Entries that it drops lose theirs, and
+        entries that are new start from the initial state, as ``forget`` leaves it. The parameter
+        itself does not change: set dropped weights to zero yourself. With ``semantics="dense"``,
+        rows that change are brought up to date first.
+
+        The optimizer keeps a copy of the mask. So does a checkpoint, in the param group.
 
         Args:
-            param: a parameter of this optimizer, which has not grown yet.
-            rows: the new number of rows.
-            keep: the number of rows that keep their state.
+            param: one of this optimizer's parameters.
+            mask: a bool tensor over the rows or the elements of the parameter, as in the option
+                ``mask``; ``None`` to train all of it.
+
+        Raises:
+            InputError: the parameter is not one of this optimizer's; the mask has another shape,
+                dtype or device; or it is the very tensor that is in use, changed in place.
+
+        Whatever it raises, also ``MemoryError`` and ``KeyboardInterrupt``: mask and state are the
+        old ones or the new ones.
+
+        Example:
+            >>> import sparsestep
+            >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
+            >>> mask = torch.tensor([[True, True], [False, False]])
+            >>> optimizer = sparsestep.Adagrad([weight], lr=0.1, mask=mask)
+            >>> weight.grad = torch.ones(2, 2)
+            >>> optimizer.step()
+            >>> optimizer.set_mask(weight, torch.tensor([[True, False], [True, False]]))
+            >>> optimizer.state[weight]["sum"].tolist()
+            [[1.0, 0.0], [0.0, 0.0]]
+        """
+        writes = RowWrites()
+        with error_prefix(f"{type(self).__name__}: set_mask"), memory_errors(), self._lock:
+            set_masks = self._prepare_mask(param, mask, writes)
+
+            def commit() -> None:
+                writes.commit()
+                set_masks()
+
+            uninterrupted(commit)
+
+    def _prepare_mask(
+        self, param: Tensor, mask: Tensor | None, writes: RowWrites
+    ) -> Callable[[], object]:
+        group, memory = self.group_of(param), memory_of(param)
+        params = group["params"]
+        by_row = self.stored_rule_for(group).needs_whole_rows or self.semantics == "dense"
+        masks.check_masks(group.get("mask"), params, by_row=by_row)
+        masks.check_masks([mask], [memory], by_row=by_row)
+        listed = list(masks.per_param(group.get("mask"), params))
+        places = [index for index, each in enumerate(params) if each is param]
+        old = listed[places[0]]
+        if mask is not None and mask is old:
+            requirement = "the mask must be another tensor than the one in use"
+            remedy = "Leave that unchanged, and pass a new one"
+            raise InputError(message(requirement, "the same tensor", remedy))
+        changed = masks.changed_entries(old, mask, memory.shape)
+        if changed is not None and changed.shape == memory.shape[:1]:
+            self.prepare_forget(param, changed.reshape(-1).nonzero().squeeze(1), writes)
+        elif changed is not None:
+            self._prepare_reset(param, changed, writes)
+        for place in places:
+            listed[place] = None if mask is None else mask.detach().clone()
+        if all(each is None for each in listed):
+            return partial(group.pop, "mask", None)
+        return partial(group.__setitem__, "mask", listed[0] if len(listed) == 1 else listed)
+
+    def _prepare_reset(self, param: Tensor, changed: Tensor, writes: RowWrites) -> None:
+        """Add the state of elements to what ``writes`` resets; everything that can raise."""
+        tensors, values = self._resettable_state(param)
+        rows = changed.flatten(1).any(1).nonzero().squeeze(1).to("cpu")
+        if not rows.numel():
+            return
+        if mapped_files:
+            about_to_write(param, tensors, rows)
+        elements = changed.reshape(-1).nonzero().squeeze(1).to("cpu")
+        for tensor, value in zip(as_real_rows(memory_of(param), tensors)[1], values, strict=True):
+            if tensor.is_contiguous():
+                flat = tensor.view(changed.numel(), -1)
+                fresh = torch.full((1, flat.shape[1]), value, dtype=tensor.dtype, device="cpu")
+                writes.add(flat, elements, fresh)
+            else:  # whole rows, since elements have no common distance
+                reset = changed if tensor.dim() == changed.dim() else changed.unsqueeze(-1)
+                rows = rows.to(tensor.device)
+                fresh = tensor[rows].masked_fill(reset[rows], value).contiguous()
+                writes.add(tensor, rows.to("cpu"), fresh)
+
+    def prepare_grow(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
+        """Create the state of a parameter for more rows, of which the first ``keep`` keep theirs.
 
         Returns:
             The commit, to be called once the parameter has grown. It cannot fail.
@@ -754,8 +866,9 @@ class RuleOptimizer(_Base):
                 )
                 remedy = "Remove it from the param group, and set a larger one afterwards"
                 raise InputError(message(requirement, "a mask", remedy))
-        param_state, rule = self.state.get(param), self.stored_rule_for(group)
-        if param_state and all(param_state.get(spec.name) is not None for spec in rule.state):
+        param_state = self.state.get(param)
+        rule = self.stored_rule_for(group, memory_of(param), param_state)
+        if param_state and states.is_complete(rule, param_state):
             states.check_state(rule, memory_of(param), param_state)
         self.catch_up_rows(param, None)
         initial = {spec.name: states.initial_value(spec, group) for spec in rule.state}
@@ -767,29 +880,27 @@ class RuleOptimizer(_Base):
         deferred, grow_rows = self._deferred_rows(param), None
         if deferred is not None and deferred.state_tensors(param_state) is not None:
             grow_rows = deferred.prepare_growth(rows)
-        return partial(self._commit_growth, param, param_state, new, grow_rows)
 
-    def _commit_growth(
-        self,
-        param: Tensor,
-        param_state: dict[str, Any] | None,
-        new: dict[str, Tensor],
-        grow_rows: Callable[[], None] | None,
-    ) -> None:
-        if param_state:
-            param_state.update(new)
-        self.store.drop(param)
-        self._cached_plan = None
-        if grow_rows is not None:
-            grow_rows()
-            self.deferred[id(param)].note_write(memory_of(param))
-        else:
-            self.deferred.pop(id(param), None)  # its state was cleared: it starts over
+        def commit() -> None:
+            if param_state:
+                param_state.update(new)
+            self.store.drop(param)
+            self._cached_plan = None
+            if grow_rows is not None:
+                grow_rows()
+                self.deferred[id(param)].note_write(memory_of(param))
+            else:
+                self.deferred.pop(id(param), None)  # its state was cleared: it starts over
+
+        return commit
 
     # Inspection
 
-    def explain(self) -> Explanation:
+    def explain(self, model: nn.Module | None = None) -> Explanation:
         """Show for each parameter which engine ran its latest update, and the size of its state.
+
+        Args:
+            model: a model whose names for parameters to use, if the optimizer was given none.
 
         Returns:
             A table to print; iterate over it for the figures.
@@ -806,14 +917,79 @@ class RuleOptimizer(_Base):
             weight: you set engine='reference'.
         """
         found = []
+        named = {} if model is None else {id(p): name for name, p in model.named_parameters()}
         for group_index, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
-                name = param_name(group, group_index, index)
+                name = named.get(id(param)) or param_name(group, group_index, index)
                 deferred = self._deferred_rows(param)
                 behind = 0 if deferred is None else deferred.num_deferred()
                 used = self.used_engines.get(id(param))
                 found.append(explain_param(name, param, self.state.get(param), used, behind))
         return Explanation(tuple(found))
+
+    def metrics(self) -> dict[str, int]:
+        """Return numbers about the gradients, engines and memory, for a logger.
+
+        Call it after ``step()`` and before ``zero_grad()``: it reads the indices of the gradients,
+        never a table or its state. Where gradients are gone, as with ``step_in_backward``, rows
+        and entries are 0. Of sharded tables, it counts what this rank has.
+
+        Returns:
+            A flat dict, of totals over all parameters:
+
+            - ``rows``: rows of parameters that have a gradient.
+            - ``rows_touched``: distinct rows that the gradients have; of a dense one, all that
+              its mask selects (with a mask over elements: all).
+            - ``entries``: entries of the gradients, in the same sense. A lookup of an id is one.
+            - ``duplicates``: entries whose row has an earlier one, ``entries - rows_touched``.
+            - ``deferred_rows``: with ``semantics="dense"``, the rows that wait for a catch-up. An
+              upper bound; exact if all parameters have had a gradient in the latest step and no
+              row has caught up since.
+            - ``native_params``, ``torch_params``, ``reference_params``, ``triton_params``:
+              parameters by the engine of their latest update.
+            - ``param_bytes``, ``state_bytes``: sizes of parameters and of their state.
+
+        Example:
+            >>> import torch, sparsestep
+            >>> table = torch.nn.Embedding(1000, 16, sparse=True)
+            >>> optimizer = sparsestep.Adam(table.parameters())
+            >>> table(torch.tensor([1, 2, 1])).sum().backward()
+            >>> optimizer.step()
+            >>> metrics = optimizer.metrics()
+            >>> metrics["entries"], metrics["rows_touched"], metrics["rows"]
+            (3, 2, 1000)
+        """
+        names = ("rows", "rows_touched", "entries", "duplicates", "deferred_rows")
+        engine_names = [f"{name}_params" for name in ("native", "torch", "reference", "triton")]
+        found = dict.fromkeys((*names, *engine_names, "param_bytes", "state_bytes"), 0)
+        seen: set[int] = set()
+        for group_index, group in enumerate(self.param_groups):
+            selections = None
+            if group.get("mask") is not None:
+                selections = self.groups.selections(self, group, self.settings(group_index))
+            for index, param in enumerate(group["params"]):
+                if id(param) in seen or is_lazy(param):
+                    continue
+                seen.add(id(param))
+                touched = 0
+                if param.grad is not None:
+                    counts = count_rows(param, selections[index] if selections else None)
+                    touched = counts.touched
+                    found["rows"] += counts.rows
+                    found["rows_touched"] += touched
+                    found["entries"] += counts.entries
+                deferred = self._deferred_rows(param)
+                if deferred is not None and deferred.has_deferred:
+                    movable = deferred.movable_rows
+                    rows = deferred.num_rows if movable is None else movable.numel()
+                    found["deferred_rows"] += rows - touched
+                owner, engine, _ = self.used_engines.get(id(param), (None, "", ""))
+                if owner is param:
+                    found[f"{engine}_params"] += 1
+                found["param_bytes"] += memory_of(param).nbytes
+                found["state_bytes"] += state_bytes(self.state.get(param))
+        found["duplicates"] = found["entries"] - found["rows_touched"]
+        return found
 
     # Checkpoints and pickles
 
@@ -856,6 +1032,21 @@ class RuleOptimizer(_Base):
             handle.remove()
             self._loading = None
 
+    def take_over(self, optimizer: Optimizer) -> None:
+        """Take the param groups, state and hooks of a torch optimizer with the same parameters.
+
+        Groups and hooks are shared with it: a scheduler of the old one sets our options.
+        """
+        groups = optimizer.param_groups
+        packed = [{**group, "params": list(map(id, group["params"]))} for group in groups]
+        state = {id(param): param_state for param, param_state in optimizer.state.items()}
+        names = self.option_names + self.group_options
+        saved = {"state": state, "param_groups": packed}
+        self._loading = read_state_dict(self, saved, names, copy=False)
+        new = {"state": {}, "param_groups": list(groups)}
+        self.__setstate__({**new, **optimizer_hooks(optimizer)})
+        self._loading = None
+
     def __getstate__(self) -> dict[str, Any]:
         self.catch_up()
         own = {
@@ -873,6 +1064,8 @@ class RuleOptimizer(_Base):
         if loading is not None:
             self._restore(loading, state)
         super().__setstate__(state)
+        if "differentiable" not in self.option_names:  # torch has put it there
+            self.defaults.pop("differentiable", None)
         self._complete_on_demand()
 
     def _restore(self, loading: LoadedState, state: dict[str, Any]) -> None:
@@ -900,15 +1093,7 @@ _uncompiled_zero_grad = disable_compiler(RuleOptimizer.zero_grad)
 
 
 def check_model_and_optimizer(who: str, model: Any, optimizer: Any) -> None:
-    """Refuse anything else, and the two in the wrong order.
-
-    Example:
-        >>> try:
-        ...     check_model_and_optimizer("save", "model", None)
-        ... except InputError as error:
-        ...     print(error)
-        save: the model must be an nn.Module. Got str.
-    """
+    """Refuse anything but a model and an optimizer of this package."""
     if not isinstance(model, nn.Module):
         requirement = f"{who}: the model must be an nn.Module"
         raise InputError(message(requirement, type(model).__name__))

@@ -7,6 +7,7 @@ has changed, and the settings of the last step are used again.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from operator import is_
@@ -50,13 +51,27 @@ class Declares(Protocol):
 
     def check_group(self, group: ParamGroup) -> None:
         """Refuse a param group with an unknown, missing or invalid option."""
+
+    def rule_for(self, group: ParamGroup) -> Rule:
+        """Return the rule that a group selects."""
         ...
 
-    def stored_rule_for(self, group: ParamGroup) -> Rule:
-        """Return the rule that a group selects, with its state as stored."""
+    def stored_rule_for(
+        self,
+        group: ParamGroup,
+        param: Tensor | None = None,
+        param_state: Mapping[str, Any] | None = None,
+    ) -> Rule:
+        """Return the rule of a group, or of a parameter with this state."""
         ...
 
-    def uses_torch_kernel(self, group: ParamGroup) -> bool:
+    def stored_rules_for(
+        self, group: ParamGroup, param: Tensor | None = None
+    ) -> tuple[Rule, Rule | None]:
+        """Return the rule of a group, and that of dense gradients if it is another."""
+        ...
+
+    def supports_torch_kernel(self, group: ParamGroup) -> bool:
         """Whether torch's kernel supports the group's options."""
         ...
 
@@ -83,19 +98,14 @@ class ParamGroups:
         return settings
 
     def cached_plan(self, count: int) -> CachedPlan | None:
-        """What ``step_again`` is told; ``None`` if it cannot be.
-
-        Args:
-            count: how many groups there are.
-        """
+        """The plan of a step of the first ``count`` groups; ``None`` if it cannot be replayed."""
         before = CachedPlan([], [], [], [])
         for group_index in range(count):
             if group_index not in self._settings:
                 return None
             values, settings = self._settings[group_index]
             group = settings.core.get("group")
-            # Random bits are looked after in every step.
-            if settings.seed is not None:
+            if settings.seed is not None:  # random bits differ in every step
                 return None
             if settings.rule.traceable_update is not None:
                 before.traced.append((group_index, settings))
@@ -119,7 +129,11 @@ class ParamGroups:
         gradients are being applied, it is too late to.
         """
         optimizer.check_group(group)
-        return _read_settings(optimizer, group_index, group)
+        rule, elementwise = optimizer.stored_rules_for(group)
+        settings = _read_settings(optimizer, group_index, group, rule)
+        if elementwise is not None:
+            settings.elementwise = _read_settings(optimizer, group_index, group, elementwise)
+        return settings
 
     @staticmethod
     def selections(
@@ -149,12 +163,13 @@ class ParamGroups:
         return known
 
 
-def _read_settings(optimizer: Declares, group_index: int, group: ParamGroup) -> GroupSettings:
-    rule = optimizer.stored_rule_for(group)
+def _read_settings(
+    optimizer: Declares, group_index: int, group: ParamGroup, rule: Rule
+) -> GroupSettings:
     # One-element tensors may be changed in place, so they are read in every step.
     own = optimizer.formula_options
     hyperparams = {
-        name: group[name] if name in own else options.as_floats(group[name])
+        name: group[name] if name in own else options.as_floats(_get(group, name))
         for name in rule.hyperparam_names
     }
     lr = group.get("lr", 0.0)
@@ -170,7 +185,8 @@ def _read_settings(optimizer: Declares, group_index: int, group: ParamGroup) -> 
     left = 1 - options.as_number("lr", lr) * decay if decoupled else 1.0
     if optimizer.semantics == "dense":
         _check_dense_semantics(rule, group, coupled=bool(decay and not decoupled), left=left)
-    return GroupSettings(
+    has_torch_kernel = optimizer.supports_torch_kernel(group)
+    settings = GroupSettings(
         rule,
         hyperparams,
         -1.0 if group.get("maximize") and "maximize" not in optimizer.formula_options else 1.0,
@@ -180,8 +196,18 @@ def _read_settings(optimizer: Declares, group_index: int, group: ParamGroup) -> 
         options.ensure_seed(group),
         bool(options.get_option(group, "stochastic_rounding")),
         partial(describe_param, type(optimizer).__name__, group, group_index),
-        optimizer.uses_torch_kernel(group),
+        has_torch_kernel,
+        has_torch_kernel and bool(options.torch_kernel_choice(group)),
     )
+    if options.get_option(group, "state_dtype") is torch.int8:
+        seed = settings.seed if settings.stochastic_rounding else None
+        settings.vectors = replace(settings, rule=optimizer.rule_for(group), seed=seed, core={})
+    return settings
+
+
+def _get(group: ParamGroup, name: str) -> Any:
+    """Return an option; the neutral value of one that only the element-wise rule has."""
+    return group[name] if name in group else options.NO_OP_VALUES[name][0]
 
 
 def _reuse_selection(
@@ -193,17 +219,10 @@ def _reuse_selection(
 
 
 def describe_param(who: str, group: ParamGroup, group_index: int, index: int) -> str:
-    """Name a parameter in messages.
-
-    Args:
-        who: the optimizer's name.
-        group: the param group.
-        group_index: the group's index in the optimizer.
-        index: the parameter's index in the group.
-    """
-    names = group.get("param_names")
-    name = f" ({names[index]})" if names and index < len(names) else ""
-    return f"{who}: param {index} of group {group_index}{name}"
+    """Name a parameter in messages, for example ``Adam: param 0 of group 0 (weight)``."""
+    place = f"param {index} of group {group_index}"
+    name = param_name(group, group_index, index)
+    return f"{who}: {place}" if name == place else f"{who}: {place} ({name})"
 
 
 def param_name(group: ParamGroup, group_index: int, index: int) -> str:

@@ -14,9 +14,9 @@ from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
-from sparsestep.rules.options import Betas, EngineName, SharedOptions
+from sparsestep.rules.options import Betas, SharedOptions
 from sparsestep.rules.rule import Rule
 
 
@@ -91,8 +91,8 @@ class RAdam(RuleOptimizer, Optimizer):
 
     So the first steps (five, with the usual betas) use momentum alone: a warm-up that needs no
     schedule. :math:`t` counts the steps of the parameter, so a row that appears late has no warm-up
-    of its own. ``semantics="dense"`` is not supported. Dense gradients run in torch's own kernel,
-    so the results are torch's bit for bit.
+    of its own. ``semantics="dense"`` is not supported. With dense gradients, the results are
+    torch's up to rounding, and with ``foreach`` set, bit for bit.
 
     The state is torch's: ``step``, ``exp_avg`` and ``exp_avg_sq``. Checkpoints load in both
     directions.
@@ -164,12 +164,7 @@ def radam_(
     lr: float | Tensor = 1e-3,
     betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = False,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[DecayOptions],
 ) -> None:
     """One step of :class:`sparsestep.RAdam`.
 
@@ -183,20 +178,10 @@ def radam_(
     """
     hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     state = [exp_avg, exp_avg_sq]
-    apply_(
-        *("radam_", RULE, param, grad, state, step, hyperparams),
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
-    )
+    apply_("radam_", RULE, param, grad, state, step, hyperparams, **shared)
 
 
-class FunctionalRAdam(
-    FunctionalOptimizer, optimizer=RAdam, positional=("lr", "betas", "eps", "weight_decay")
-):
+class FunctionalRAdam(FunctionalOptimizer, optimizer=RAdam):
     """:class:`sparsestep.RAdam` for gradients that you pass yourself."""
 
     @signature_from(RAdam)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -14,122 +14,70 @@ from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules import options as checks
 from sparsestep.rules.idle import GeometricDrift, IdleUpdate, NoDrift
-from sparsestep.rules.options import EngineName, SharedOptions
+from sparsestep.rules.options import SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
-
-
-def _squared(grad: Tensor, square_avg: Tensor, alpha: float) -> Tensor:
-    return alpha * square_avg + (1 - alpha) * grad * grad
-
-
-def update(
-    param: Tensor,
-    grad: Tensor,
-    square_avg: Tensor,
-    *,
-    step: int,
-    lr: float,
-    alpha: float,
-    eps: float,
-    momentum: float,
-) -> tuple[Tensor, ...]:
-    """One step of RMSprop."""
-    square_avg = _squared(grad, square_avg, alpha)
-    return param - lr * grad / (square_avg.sqrt() + eps), square_avg
-
-
-def update_with_momentum(
-    param: Tensor,
-    grad: Tensor,
-    square_avg: Tensor,
-    momentum_buffer: Tensor,
-    *,
-    step: int,
-    lr: float,
-    alpha: float,
-    eps: float,
-    momentum: float,
-) -> tuple[Tensor, ...]:
-    """One step with momentum."""
-    square_avg = _squared(grad, square_avg, alpha)
-    momentum_buffer = momentum * momentum_buffer + grad / (square_avg.sqrt() + eps)
-    return param - lr * momentum_buffer, square_avg, momentum_buffer
-
-
-def update_centered(
-    param: Tensor,
-    grad: Tensor,
-    square_avg: Tensor,
-    grad_avg: Tensor,
-    *,
-    step: int,
-    lr: float,
-    alpha: float,
-    eps: float,
-    momentum: float,
-) -> tuple[Tensor, ...]:
-    """One step that divides by the variance instead of the mean square."""
-    square_avg = _squared(grad, square_avg, alpha)
-    grad_avg = grad_avg + (1 - alpha) * (grad - grad_avg)
-    root = (square_avg - grad_avg * grad_avg).sqrt() + eps
-    return param - lr * grad / root, square_avg, grad_avg
-
-
-def update_centered_with_momentum(
-    param: Tensor,
-    grad: Tensor,
-    square_avg: Tensor,
-    momentum_buffer: Tensor,
-    grad_avg: Tensor,
-    *,
-    step: int,
-    lr: float,
-    alpha: float,
-    eps: float,
-    momentum: float,
-) -> tuple[Tensor, ...]:
-    """Both."""
-    square_avg = _squared(grad, square_avg, alpha)
-    grad_avg = grad_avg + (1 - alpha) * (grad - grad_avg)
-    root = (square_avg - grad_avg * grad_avg).sqrt() + eps
-    momentum_buffer = momentum * momentum_buffer + grad / root
-    return param - lr * momentum_buffer, square_avg, momentum_buffer, grad_avg
-
 
 _SQUARE = StateSpec("square_avg", int8_format="unsigned")
 _BUFFER = StateSpec("momentum_buffer", int8_format="signed")
 _MEAN = StateSpec("grad_avg")  # a variance that is a difference of rounded numbers may be negative
 
 
-def _idle_update(*states: StateSpec) -> IdleUpdate:
+def _make_update(*, centered: bool, has_momentum: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def update(
+        param: Tensor,
+        grad: Tensor,
+        square_avg: Tensor,
+        *buffers: Tensor,
+        step: int,
+        lr: float,
+        alpha: float,
+        eps: float,
+        momentum: float,
+    ) -> tuple[Tensor, ...]:
+        """One step of RMSprop; the buffers are ``momentum_buffer`` and ``grad_avg``."""
+        square_avg = alpha * square_avg + (1 - alpha) * grad * grad
+        variance = square_avg
+        means: tuple[Tensor, ...] = ()
+        if centered:
+            grad_avg = buffers[-1] + (1 - alpha) * (grad - buffers[-1])
+            variance, means = square_avg - grad_avg * grad_avg, (grad_avg,)
+        root = variance.sqrt() + eps
+        if not has_momentum:
+            return param - lr * grad / root, square_avg, *means
+        momentum_buffer = momentum * buffers[0] + grad / root
+        return param - lr * momentum_buffer, square_avg, momentum_buffer, *means
+
+    return update
+
+
+def _make_rule(name: str, *, centered: bool, has_momentum: bool) -> Rule:
+    state = (_SQUARE, *[_BUFFER] * has_momentum, *[_MEAN] * centered)
+
     def decays(hyperparams: Mapping[str, Any]) -> dict[str, float]:
-        return {
-            each.name: hyperparams["momentum" if each is _BUFFER else "alpha"] for each in states
-        }
+        rates = {_BUFFER.name: hyperparams["momentum"]}
+        return {spec.name: rates.get(spec.name, hyperparams["alpha"]) for spec in state}
 
-    if _BUFFER not in states:
-        return NoDrift(decays=decays)
-    return GeometricDrift(
-        buffer=_BUFFER.name, decays=decays, size=lambda step, hyperparams: (hyperparams["lr"], 1.0)
-    )
-
-
-def _make_rule(name: str, formula: Callable[..., tuple[Tensor, ...]], *states: StateSpec) -> Rule:
-    return Rule(name, formula, states, has_native_kernel=True, idle_update=_idle_update(*states))
+    idle_update: IdleUpdate = NoDrift(decays=decays)
+    if has_momentum:
+        idle_update = GeometricDrift(
+            buffer=_BUFFER.name,
+            decays=decays,
+            size=lambda step, hyperparams: (hyperparams["lr"], 1.0),
+        )
+    update = _make_update(centered=centered, has_momentum=has_momentum)
+    return Rule(name, update, state, has_native_kernel=True, idle_update=idle_update)
 
 
 # By whether it is centered and whether it has momentum.
 RULES = {
-    (False, False): _make_rule("rmsprop", update, _SQUARE),
-    (False, True): _make_rule("rmsprop_momentum", update_with_momentum, _SQUARE, _BUFFER),
-    (True, False): _make_rule("rmsprop_centered", update_centered, _SQUARE, _MEAN),
-    (True, True): _make_rule(
-        "rmsprop_centered_momentum", update_centered_with_momentum, _SQUARE, _BUFFER, _MEAN
-    ),
+    (False, False): _make_rule("rmsprop", centered=False, has_momentum=False),
+    (False, True): _make_rule("rmsprop_momentum", centered=False, has_momentum=True),
+    (True, False): _make_rule("rmsprop_centered", centered=True, has_momentum=False),
+    (True, True): _make_rule("rmsprop_centered_momentum", centered=True, has_momentum=True),
 }
 
 
@@ -145,8 +93,8 @@ class RMSprop(RuleOptimizer, Optimizer):
         p &\leftarrow p - lr \cdot \frac{g}{\sqrt{v} + \epsilon}
 
     With ``centered``, the squared running average of the gradient is subtracted from :math:`v`.
-    With momentum, the quotient goes through a buffer first. Dense gradients run in torch's own
-    kernel, so the results are torch's bit for bit.
+    With momentum, the quotient goes through a buffer first. With dense gradients, the results are
+    torch's up to rounding, and with ``foreach`` set, bit for bit.
 
     The state is torch's: ``step``, ``square_avg`` and, if needed, ``momentum_buffer`` and
     ``grad_avg``. Checkpoints load in both directions.
@@ -163,10 +111,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012.
     """
 
-    group_options: ClassVar[tuple[str, ...]] = (
-        *RuleOptimizer.group_options,
-        "decoupled_weight_decay",
-    )
+    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -224,12 +169,7 @@ def rmsprop_(
     alpha: float = 0.99,
     eps: float = 1e-8,
     momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = False,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[DecayOptions],
 ) -> None:
     """One step of :class:`sparsestep.RMSprop`; centered if you pass ``grad_avg``.
 
@@ -247,33 +187,16 @@ def rmsprop_(
     if momentum_buffer is None:
         with error_prefix("rmsprop_"):
             checks.check_options({"momentum": momentum})
-    if momentum_buffer is None and momentum:
-        requirement = "rmsprop_: momentum needs a momentum_buffer"
-        raise InputError(message(requirement, "None", "Pass a tensor of zeros"))
-    apply_(
-        *("rmsprop_", rule, param, grad, state, step, hyperparams),
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
-    )
+            if momentum:
+                requirement = "momentum needs a momentum_buffer"
+                raise InputError(message(requirement, "None", "Pass a tensor of zeros"))
+    apply_("rmsprop_", rule, param, grad, state, step, hyperparams, **shared)
 
 
 class FunctionalRMSprop(
     FunctionalOptimizer,
     optimizer=RMSprop,
-    positional=(
-        "lr",
-        "alpha",
-        "eps",
-        "weight_decay",
-        "momentum",
-        "centered",
-        "foreach",
-        "maximize",
-    ),
+    positional="lr alpha eps weight_decay momentum centered foreach maximize",
 ):
     """:class:`sparsestep.RMSprop` for gradients that you pass yourself."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -10,10 +10,11 @@ from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.adagrad import RULE as ADAGRAD
+from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.idle import NoDrift
-from sparsestep.rules.options import EngineName, SharedOptions
+from sparsestep.rules.options import DenseMode, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -46,8 +47,10 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
 
     The state is ``step`` and ``sum``, which has one value per row.
 
-    It is row-wise for every parameter, including dense layers: a ``Linear`` gets one sum per
-    output. If your layers need one sum per element, as in DLRM, train them with :class:`Adagrad`.
+    By default it is row-wise for every parameter, including dense layers: a ``Linear`` gets one sum
+    per output. With ``dense="elementwise"``, parameters with dense gradients get :class:`Adagrad`'s
+    formula and one sum per element, as in DLRM. The first gradient of a parameter decides, and its
+    state keeps the decision: a later gradient of the other kind is updated by the same formula.
 
     Args:
         eps: added to the square root. The default is that of torch's Adagrad; FBGEMM's is 1e-8.
@@ -61,16 +64,22 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         >>> optimizer.state[table.weight]["sum"].shape
         torch.Size([10])
 
+        One optimizer for tables and layers, as in DLRM:
+
+        >>> model = torch.nn.Sequential(table, torch.nn.Linear(4, 3))
+        >>> optimizer = sparsestep.RowwiseAdagrad(model.parameters(), dense="elementwise")
+        >>> model(torch.tensor([2, 7, 2])).square().sum().backward()
+        >>> optimizer.step()
+        >>> [tuple(optimizer.state[param]["sum"].shape) for param in model.parameters()]
+        [(10,), (3, 4), (3,)]
+
     References:
         Mudigere et al., `Software-Hardware Co-design for Fast and Scalable Training of Deep
         Learning Recommendation Models <https://arxiv.org/abs/2104.05158>`_, 2021.
     """
 
     rule = RULE
-    group_options: ClassVar[tuple[str, ...]] = (
-        *RuleOptimizer.group_options,
-        "decoupled_weight_decay",
-    )
+    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay", "dense")
 
     def __init__(
         self,
@@ -82,6 +91,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         *,
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
+        dense: DenseMode = "rowwise",
         **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {
@@ -91,7 +101,18 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "maximize": maximize,
         }
-        super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **shared)
+        super().__init__(
+            params,
+            defaults,
+            decoupled_weight_decay=decoupled_weight_decay,
+            dense=dense,
+            **shared,
+        )
+
+    @classmethod
+    def elementwise_rule_for(cls, group: dict[str, Any]) -> Rule | None:
+        """Adagrad's rule, if dense gradients are updated element by element."""
+        return ADAGRAD if group.get("dense") == "elementwise" else None
 
 
 @document_args(like=RowwiseAdagrad)
@@ -103,12 +124,7 @@ def rowwise_adagrad_(
     step: int | Tensor = 1,
     lr: float | Tensor = 1e-2,
     eps: float = 1e-10,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = False,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[DecayOptions],
 ) -> None:
     """One step of :class:`sparsestep.RowwiseAdagrad`; ``sum`` has one value per row.
 
@@ -121,22 +137,10 @@ def rowwise_adagrad_(
         (tensor([-0.1000, -0.7000]), tensor([ 0., 25.]))
     """
     hyperparams = {"lr": lr, "eps": eps}
-    apply_(
-        *("rowwise_adagrad_", RULE, param, grad, [sum], step, hyperparams),
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
-    )
+    apply_("rowwise_adagrad_", RULE, param, grad, [sum], step, hyperparams, **shared)
 
 
-class FunctionalRowwiseAdagrad(
-    FunctionalOptimizer,
-    optimizer=RowwiseAdagrad,
-    positional=("lr", "weight_decay", "initial_accumulator_value", "eps"),
-):
+class FunctionalRowwiseAdagrad(FunctionalOptimizer, optimizer=RowwiseAdagrad):
     """:class:`sparsestep.RowwiseAdagrad` for gradients that you pass yourself."""
 
     @signature_from(RowwiseAdagrad)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
+from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.adam import RULES as ADAM_RULES
+from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.idle import AdamDrift
-from sparsestep.rules.options import Betas, BiasCorrectionMode, EngineName, SharedOptions
+from sparsestep.rules import options as checks
+from sparsestep.rules.idle import AdamDrift, NoDrift
+from sparsestep.rules.options import Betas, BiasCorrectionMode, DenseMode, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -37,14 +40,34 @@ def update(
     return param - size / (exp_avg_sq.sqrt() / root + eps) * exp_avg, exp_avg, exp_avg_sq
 
 
-_STATE = (StateSpec("exp_avg", int8_format="signed"), StateSpec("exp_avg_sq", per_row=True))
-_IDLE = AdamDrift(
-    buffer="exp_avg",
-    square="exp_avg_sq",
-    decays=bias.decays,
-    size=bias.step_size,
-)
+def update_without_momentum(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    correction: bias.BiasCorrection,
+    betas: Betas,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """One step with a ``beta1`` of zero: the first moment is the gradient itself."""
+    beta2 = betas[1]
+    size, root = correction
+    mean_square = (grad * grad).mean(dim=1, keepdim=True)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * mean_square
+    return param - size / (exp_avg_sq.sqrt() / root + eps) * grad, exp_avg_sq
+
+
+_SQUARE = StateSpec("exp_avg_sq", per_row=True)
+_STATE = (StateSpec("exp_avg", int8_format="signed"), _SQUARE)
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=bias.step_size)
+_IDLE_WITHOUT_MOMENTUM = NoDrift(decays=lambda hyperparams: {"exp_avg_sq": hyperparams["betas"][1]})
 RULES = bias.rules_with_bias_correction("rowwise_adam", update, _STATE, _IDLE)
+RULES_WITHOUT_MOMENTUM = bias.rules_with_bias_correction(
+    "rowwise_adam_without_momentum",
+    update_without_momentum,
+    (_SQUARE,),
+    _IDLE_WITHOUT_MOMENTUM,
+)
 
 
 @document_args()
@@ -65,7 +88,14 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
     (``decoupled_weight_decay=True``). A row is a slice along the first dim, or a single element of
     a one-dimensional parameter.
 
-    The state is ``step``, ``exp_avg`` and ``exp_avg_sq``, which has one value per row.
+    The state is ``step``, ``exp_avg`` and ``exp_avg_sq``, which has one value per row. With
+    ``betas=(0.0, beta2)`` there is no ``exp_avg``: the state is 4 bytes per row, or 8 with
+    ``bias_correction="per_row"``, whatever the length of a row. You may set the first beta of a
+    group to zero during training; an ``exp_avg`` that is there is no longer used.
+
+    With ``dense="elementwise"``, parameters with dense gradients get :class:`Adam`'s formula and
+    state. The first gradient of a parameter decides, and its state keeps the decision: a later
+    gradient of the other kind is updated by the same formula.
 
     Args:
         eps: added to the square root after bias correction.
@@ -84,9 +114,11 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
 
-    group_options: ClassVar[tuple[str, ...]] = (
+    group_options = (
         *RuleOptimizer.group_options,
-        *("bias_correction", "decoupled_weight_decay"),
+        "bias_correction",
+        "decoupled_weight_decay",
+        "dense",
     )
 
     def __init__(
@@ -100,6 +132,7 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         maximize: bool = False,
         decoupled_weight_decay: bool = False,
         bias_correction: BiasCorrectionMode = "global",
+        dense: DenseMode = "rowwise",
         **shared: Unpack[SharedOptions],
     ) -> None:
         defaults = {
@@ -114,34 +147,39 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
             defaults,
             decoupled_weight_decay=decoupled_weight_decay,
             bias_correction=bias_correction,
+            dense=dense,
             **shared,
         )
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return RULES[bias.uses_per_row(group)]
+        rules = RULES if group["betas"][0] != 0 else RULES_WITHOUT_MOMENTUM
+        return rules[bias.uses_per_row(group)]
+
+    @classmethod
+    def elementwise_rule_for(cls, group: dict[str, Any]) -> Rule | None:
+        """Adam's rule, if dense gradients are updated element by element."""
+        is_elementwise = group.get("dense") == "elementwise"
+        return ADAM_RULES[False][bias.uses_per_row(group)] if is_elementwise else None
 
 
 @document_args(like=RowwiseAdam)
 def rowwise_adam_(
     param: Tensor,
     grad: Gradient,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    exp_avg: Tensor | None = None,
+    exp_avg_sq: Tensor | None = None,
     *,
     step: int | Tensor,
     lr: float | Tensor = 1e-3,
     betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = False,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[DecayOptions],
 ) -> None:
     """One step of :class:`sparsestep.RowwiseAdam`; ``exp_avg_sq`` has one value per row.
+
+    If ``betas[0]`` is zero, pass ``exp_avg_sq`` alone.
 
     Example:
         >>> import torch, sparsestep
@@ -152,21 +190,18 @@ def rowwise_adam_(
         [0.0, -0.5]
     """
     hyperparams = {"lr": lr, "betas": betas, "eps": eps}
-    state = [exp_avg, exp_avg_sq]
-    apply_(
-        *("rowwise_adam_", RULES[False], param, grad, state, step, hyperparams),
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
-    )
+    rule, state = RULES[False], [exp_avg, exp_avg_sq]
+    if exp_avg is None:
+        with error_prefix("rowwise_adam_"):
+            checks.check_options({"betas": betas})
+        if betas[0] != 0:
+            requirement = "rowwise_adam_: betas[0] must be 0 without exp_avg"
+            raise InputError(message(requirement, betas[0], "Pass a tensor of zeros"))
+        rule, state = RULES_WITHOUT_MOMENTUM[False], [exp_avg_sq]
+    apply_("rowwise_adam_", rule, param, grad, state, step, hyperparams, **shared)
 
 
-class FunctionalRowwiseAdam(
-    FunctionalOptimizer, optimizer=RowwiseAdam, positional=("lr", "betas", "eps", "weight_decay")
-):
+class FunctionalRowwiseAdam(FunctionalOptimizer, optimizer=RowwiseAdam):
     """:class:`sparsestep.RowwiseAdam` for gradients that you pass yourself."""
 
     @signature_from(RowwiseAdam)

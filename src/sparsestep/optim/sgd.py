@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -14,11 +14,11 @@ from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
 from sparsestep.rules.idle import GeometricDrift, NoDrift
-from sparsestep.rules.options import EngineName, SharedOptions
+from sparsestep.rules.options import SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -79,9 +79,9 @@ class SGD(RuleOptimizer, Optimizer):
 
     In a parameter's first step, :math:`b = g`; a row that is first touched later starts with
     :math:`b = (1 - \tau) g`. Without momentum, :math:`b` is :math:`g` itself, and there is no
-    state. Dense gradients run in torch's own kernel, so the results are torch's bit for bit.
-    Entries that are missing from a sparse gradient stay unchanged, and so does their momentum;
-    torch's class would move them.
+    state. With dense gradients, the results are torch's up to rounding, and with ``foreach`` or
+    ``fused`` set, bit for bit. Entries that are missing from a sparse gradient stay unchanged, and
+    so does their momentum; torch's class would move them.
 
     The state is torch's: ``momentum_buffer``. Checkpoints load in both directions. Stochastic
     rounding adds a ``step``.
@@ -102,10 +102,7 @@ class SGD(RuleOptimizer, Optimizer):
         deep learning <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
 
-    group_options: ClassVar[tuple[str, ...]] = (
-        *RuleOptimizer.group_options,
-        "decoupled_weight_decay",
-    )
+    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -188,12 +185,7 @@ def sgd_(
     momentum: float = 0.0,
     dampening: float = 0.0,
     nesterov: bool = False,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = False,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[DecayOptions],
 ) -> None:
     """One step of :class:`sparsestep.SGD`; with momentum if you pass ``momentum_buffer``.
 
@@ -222,30 +214,13 @@ def sgd_(
     if momentum_buffer is not None:
         rule, state = MOMENTUM, [momentum_buffer]
         hyperparams |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-    apply_(
-        *("sgd_", rule, param, grad, state, step, hyperparams),
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
-    )
+    apply_("sgd_", rule, param, grad, state, step, hyperparams, **shared)
 
 
 class FunctionalSGD(
     FunctionalOptimizer,
     optimizer=SGD,
-    positional=(
-        "lr",
-        "momentum",
-        "dampening",
-        "weight_decay",
-        "nesterov",
-        "maximize",
-        "foreach",
-        "fused",
-    ),
+    positional="lr momentum dampening weight_decay nesterov maximize foreach fused",
 ):
     """:class:`sparsestep.SGD` for gradients that you pass yourself.
 

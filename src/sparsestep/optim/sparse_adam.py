@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -14,11 +14,17 @@ from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import _bias_correction as bias
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, apply_, signature_from
+from sparsestep.optim.functional import (
+    FunctionalOptimizer,
+    FunctionOptions,
+    apply_,
+    check_keywords,
+    signature_from,
+)
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
 from sparsestep.rules.idle import AdamDrift
-from sparsestep.rules.options import Betas, BiasCorrectionMode, EngineName, SharedOptions
+from sparsestep.rules.options import Betas, BiasCorrectionMode, SharedOptions
 from sparsestep.rules.rule import Rule
 
 
@@ -45,12 +51,7 @@ def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> Betas:
     return size * root, 1.0
 
 
-_IDLE = AdamDrift(
-    buffer="exp_avg",
-    square="exp_avg_sq",
-    decays=bias.decays,
-    size=_idle_step_size,
-)
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=_idle_step_size)
 RULES = bias.rules_with_bias_correction("sparse_adam", update, bias.MOMENTS, _IDLE)
 
 
@@ -93,7 +94,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
     """
 
     step_is_tensor = False
-    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
+    group_options = (*RuleOptimizer.group_options, "bias_correction")
     supports_complex = False
 
     def __init__(
@@ -132,10 +133,7 @@ def sparse_adam_(
     lr: float | Tensor = 1e-3,
     betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
-    maximize: bool = False,
-    mask: Tensor | None = None,
-    engine: EngineName = "auto",
-    seed: int | None = None,
+    **shared: Unpack[FunctionOptions],
 ) -> None:
     """One step of :class:`sparsestep.SparseAdam`.
 
@@ -154,18 +152,11 @@ def sparse_adam_(
             checks.check_positive("eps", eps)
     hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     rule, state = RULES[False], [exp_avg, exp_avg_sq]
-    apply_(
-        *("sparse_adam_", rule, param, grad, state, step, hyperparams),
-        maximize=maximize,
-        mask=mask,
-        engine=engine,
-        seed=seed,
-    )
+    check_keywords("sparse_adam_", shared)
+    apply_("sparse_adam_", rule, param, grad, state, step, hyperparams, **shared)
 
 
-class FunctionalSparseAdam(
-    FunctionalOptimizer, optimizer=SparseAdam, positional=("lr", "betas", "eps", "maximize")
-):
+class FunctionalSparseAdam(FunctionalOptimizer, optimizer=SparseAdam):
     """:class:`sparsestep.SparseAdam` for gradients that you pass yourself."""
 
     @signature_from(SparseAdam)

@@ -72,7 +72,7 @@ def state_dtype_for(
         return spec.dtype
     if param.dtype in COMPLEX_DTYPES:
         return param.real.dtype if spec.per_row else param.dtype
-    if state_dtype is not None:
+    if state_dtype is not None and state_dtype is not torch.int8:  # which the spec would say
         return state_dtype
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
@@ -81,25 +81,16 @@ def new_state(
     rule: Rule, param: Tensor, options: Mapping[str, Any], state_dtype: torch.dtype | None
 ) -> list[Tensor]:
     """State for a parameter's first step."""
-    return [_new_tensor(spec, param, options, state_dtype) for spec in rule.state]
-
-
-def _new_tensor(
-    spec: StateSpec,
-    param: Tensor,
-    options: Mapping[str, Any],
-    state_dtype: torch.dtype | None,
-) -> Tensor:
-    dtype = state_dtype_for(spec, param, state_dtype)
-    value = initial_value(spec, options)
-    shape, begins_with = state_shape(spec, param), fill_value(dtype, value)
-    in_file = mapped_state.new_state(param, spec.name, shape, begins_with, dtype)
-    if in_file is not None:
-        return in_file
-    if not spec.per_row and not param.is_contiguous():
-        # Elements in the parameter's own order, as torch does it.
-        return torch.full_like(param, begins_with, dtype=dtype, requires_grad=False)
-    return pages.full(shape, begins_with, dtype, param.device)
+    made = []
+    for spec in rule.state:
+        dtype = state_dtype_for(spec, param, state_dtype)
+        shape, value = state_shape(spec, param), fill_value(dtype, initial_value(spec, options))
+        tensor = mapped_state.new_state(param, spec.name, shape, value, dtype)
+        if tensor is None and not spec.per_row and not param.is_contiguous():
+            # Elements in the parameter's own order, as torch does it.
+            tensor = torch.full_like(param, value, dtype=dtype, requires_grad=False)
+        made.append(pages.full(shape, value, dtype, param.device) if tensor is None else tensor)
+    return made
 
 
 def initial_value(spec: StateSpec, options: Mapping[str, Any]) -> float:
@@ -112,6 +103,33 @@ def initial_value(spec: StateSpec, options: Mapping[str, Any]) -> float:
 def fill_value(dtype: torch.dtype, value: float) -> complex:
     """A value that state begins with; both parts of a complex number have it."""
     return complex(value, value) if dtype in COMPLEX_DTYPES and value else value
+
+
+def is_complete(rule: Rule, param_state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state has every tensor of the rule."""
+    return all(param_state.get(spec.name) is not None for spec in rule.state)
+
+
+def is_elementwise(rule: Rule, param: Tensor, param_state: Mapping[str, Any]) -> bool:
+    """Whether the state that a rule keeps per row has one value per element instead.
+
+    In a parameter of one dim, rows are elements: its state is that of rows, unless it is complex.
+    """
+    name = next(spec.name for spec in rule.state if spec.per_row)
+    tensor = param_state.get(name)
+    if not isinstance(tensor, Tensor):
+        return False
+    if param.is_complex():
+        return tensor.is_complex()
+    return param.dim() > 1 and tensor.shape == param.shape
+
+
+def is_unused(param_state: Mapping[str, Any]) -> bool:
+    """Whether a state was created in advance, and no step has used it."""
+    count = param_state.get("step")
+    if isinstance(count, Tensor):
+        return count.numel() == 1 and not count.item()
+    return isinstance(count, int | float) and not count
 
 
 def check_state(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
@@ -143,22 +161,15 @@ def check_state(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Ten
             )
             raise InputError(message(requirement, tensor.dtype))
         coded = tensor.dtype is torch.int8 or spec.dtype is torch.int8
-        if tensor.dtype != spec.dtype if coded else not _is_valid_dtype(tensor, param):
-            requirement = f"the state {spec.name!r} must have {_describe_dtype(spec)}"
-            raise InputError(message(requirement, tensor.dtype))
+        is_float = tensor.dtype in FLOAT_DTYPES or tensor.dtype == param.dtype
+        if tensor.dtype != spec.dtype if coded else not is_float:
+            kind = "dtype torch.int8" if spec.dtype is torch.int8 else "a real float dtype"
+            raise InputError(message(f"the state {spec.name!r} must have {kind}", tensor.dtype))
         if tensor.layout is not torch.strided:
             requirement = f"the state {spec.name!r} must be a strided tensor"
             raise InputError(message(requirement, tensor.layout, "Load it with load_state_dict"))
         tensors.append(tensor)
     return tensors
-
-
-def _is_valid_dtype(tensor: Tensor, param: Tensor) -> bool:
-    return tensor.dtype in FLOAT_DTYPES or tensor.dtype == param.dtype
-
-
-def _describe_dtype(spec: StateSpec) -> str:
-    return "dtype torch.int8" if spec.dtype is torch.int8 else "a real float dtype"
 
 
 def check_step(rule: Rule, state: Mapping[str, Any]) -> None:
@@ -189,15 +200,7 @@ def convert_loaded(
     """A parameter's state from a checkpoint, in the dtype that this parameter's state has.
 
     Torch would cast it to the parameter's dtype, which costs a bfloat16 parameter its float32
-    moments. The tensors are copies: the checkpoint stays as it is while training goes on.
-
-    Args:
-        rule: what the state is of.
-        param: whose it is.
-        saved: its tensors are strided.
-        state_dtype: what the group says.
-        given: the checkpoint's own; any other tensor was made for this one.
-        replaced: what the parameter has now.
+    moments. Tensors are copied if they are those of the checkpoint (``given``).
     """
     known = {spec.name: spec for spec in rule.state}
     result = dict(saved)
@@ -275,20 +278,14 @@ class StateStore:
     ) -> None:
         """Refuse memory that cannot be written; skips memory that passed before.
 
-        Args:
-            param: the parameter.
-            memory: the tensor that holds its values.
-            state: its state tensors, if they exist.
-            gradient: the checked gradient of an update; then the result is cached.
-            num_params: the number of the optimizer's parameters.
-            iteration: the number of the optimizer's iteration.
+        With the checked gradient of an update, the result is cached.
         """
         tensors = (memory, *(state or ()))
         addresses = tuple(map(parameters.address, tensors))
         known = self.addresses.get(id(param))
         before = () if known is None or known[0] is not param else known[1 : 1 + len(tensors)]
         # The address does not tell a negative view from its base.
-        if before == addresses and not any(map(_has_lazy_sign, tensors)):
+        if before == addresses and not any(t.is_neg() or t.is_conj() for t in tensors):
             return
         names = ("a parameter", *("its state" for _ in tensors[1:]))
         for name, tensor in zip(names, tensors, strict=True):
@@ -308,17 +305,8 @@ class StateStore:
         self.huge_pages.remove(param)
 
 
-def _has_lazy_sign(tensor: Tensor) -> bool:
-    return tensor.is_neg() or tensor.is_conj()
-
-
 def check_rows(name: str, rows: Tensor, param: Tensor) -> Tensor:
     """Return row indices of a parameter as int64 of one dim; raise if they are none.
-
-    Args:
-        name: names them in messages.
-        rows: the indices, of any integer dtype and shape.
-        param: the parameter.
 
     Example:
         >>> check_rows("rows", torch.tensor([[2], [0]], dtype=torch.uint8), torch.zeros(3, 4))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, error_prefix, message
@@ -32,17 +31,13 @@ class LoadedState(NamedTuple):
 
 
 def read_state_dict(
-    optimizer: StepsParams, saved: Any, names: tuple[str, ...]
+    optimizer: StepsParams, saved: Any, names: tuple[str, ...], *, copy: bool = True
 ) -> LoadedState | None:
     """Read what ``state_dict()`` of this class or of torch's has written; changes nothing.
 
-    Args:
-        optimizer: which is to load it.
-        saved: the checkpoint.
-        names: options that keep their value if the checkpoint does not know them.
-
-    Returns:
-        ``None`` where groups or parameters are not as many as they should be, which torch says.
+    Options in ``names`` keep their value if the checkpoint does not know them. Returns ``None`` if
+    the numbers of groups or parameters differ, for torch to refuse. Without ``copy``, tensors are
+    used as they are if their dtype and memory allow it.
     """
     who = type(optimizer).__name__
     with error_prefix(who):
@@ -57,16 +52,15 @@ def read_state_dict(
         known = {**missing, **new, "params": group["params"]}
         found.missing.append(missing)
         with error_prefix(f"{who}: group {group_index} of the checkpoint"):
-            rule = _rule_of(optimizer, group_index, known)
-            _check_class(optimizer, rule, new)
+            _check_group(optimizer, group_index, known)
+            _check_class(optimizer, optimizer.rule_for(known), new)
         for index, (param, key) in enumerate(zip(group["params"], new["params"], strict=True)):
             if key not in saved["state"]:
                 continue
             with error_prefix(describe_param(who, group, group_index, index)):
                 replaced = optimizer.state.get(param) or {}
-                state_dtype = known.get("state_dtype")
                 param_state = _read_param_state(
-                    rule, param, saved["state"][key], state_dtype, replaced
+                    optimizer, known, param, saved["state"][key], replaced, copy=copy
                 )
             if param_state.get("step") is not None:
                 param_state["step"] = states.new_step(
@@ -113,38 +107,39 @@ def _check_class(optimizer: StepsParams, rule: Rule, saved: ParamGroup) -> None:
         raise InputError(message(requirement + ", ".join(missing), ", ".join(foreign), remedy))
 
 
-def _rule_of(optimizer: StepsParams, group_index: int, group: ParamGroup) -> Rule:
-    """Return the rule that a group selects; refuse options that the constructor would refuse."""
+def _check_group(optimizer: StepsParams, group_index: int, group: ParamGroup) -> None:
+    """Refuse options that the constructor would refuse."""
     optimizer.check_group(group)
     rule = optimizer.stored_rule_for(group)
     is_dense = optimizer.semantics == "dense"
     if is_dense:  # refuses options without a closed form
         optimizer.groups.read(optimizer, group_index, dict(group))
     masks.check_masks(group.get("mask"), group["params"], by_row=rule.needs_whole_rows or is_dense)
-    return rule
 
 
 def _read_param_state(
-    rule: Rule,
+    optimizer: StepsParams,
+    group: ParamGroup,
     param: Tensor,
     saved: Any,
-    state_dtype: torch.dtype | None,
     replaced: Mapping[str, Any],
+    *,
+    copy: bool,
 ) -> dict[str, Any]:
     if not isinstance(saved, Mapping):
         raise InputError(message("its state must be a dict", type(saved).__name__))
     if not saved:
         return {}
-    given, saved = saved, convert_saved(rule, _to_strided(param, saved))
+    rule = optimizer.stored_rule_for(group, param, saved)
+    given, saved = saved if copy else {}, convert_saved(rule, _to_strided(param, saved))
     for spec in rule.state:
         value = saved.get(spec.name)
-        if (
-            value is not None or rule.counts_steps
-        ):  # torch's SGD takes a missing buffer for a first step
+        # For torch's SGD, a missing buffer means a first step.
+        if value is not None or rule.counts_steps:
             _check_tensor(spec, param, value, saved)
     if rule.counts_steps or saved.get("step") is not None:
         _check_step(saved)
-    return states.convert_loaded(rule, param, saved, state_dtype, given, replaced)
+    return states.convert_loaded(rule, param, saved, group.get("state_dtype"), given, replaced)
 
 
 def _to_strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,10 +186,12 @@ def saved_by_rows(optimizer: StepsParams) -> Iterator[tuple[dict[str, Any], dict
     for group in optimizer.param_groups:
         if group.get("mask") is None:
             continue
-        names = [spec.name for spec in optimizer.stored_rule_for(group).state]
         listed = masks.per_param(group["mask"], group["params"])
         for param, mask in zip(group["params"], listed, strict=True):
             param_state = optimizer.state.get(param)
             if param_state and isinstance(mask, Tensor) and mask.dim() == 1:
-                saved = {n: saved_by_row(param_state[n]) for n in names if n in param_state}
+                rule = optimizer.stored_rule_for(group, param, param_state)
+                saved = {
+                    n: saved_by_row(param_state[n]) for n in rule.state_names if n in param_state
+                }
                 yield param_state, {**param_state, **saved}

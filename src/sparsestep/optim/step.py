@@ -17,7 +17,7 @@ from sparsestep.deferred.rows import DeferredRows, StepCatchUp
 from sparsestep.engines import EngineDispatcher, new_native_engine, rounding
 from sparsestep.engines.base import GroupSettings, ParamUpdate
 from sparsestep.engines.finishing import finish
-from sparsestep.engines.native import TracedGroup
+from sparsestep.engines.native import TracedGroup, can_run_dense
 from sparsestep.engines.torch_fused import DenseBatch, TorchFusedEngine
 from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
@@ -32,88 +32,51 @@ from sparsestep.grads.layouts import (
     local_grad,
     to_row_slots,
 )
-from sparsestep.grads.masks import MaskSelection
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.optim import state as states
-from sparsestep.optim.explain import DENSE_EMBEDDING, embedding_warning, looks_like_embedding
+from sparsestep.optim.explain import embedding_warning, explain_dense_gradient
 from sparsestep.optim.param_groups import Declares, ParamGroup, ParamGroups, Selections
-from sparsestep.rules.rule import Rule, StateSpec
+from sparsestep.rules.options import torch_kernel_choice
+from sparsestep.rules.rule import StateSpec
 
 if TYPE_CHECKING:
     from sparsestep.engines.native import Claimed
 
 
-def reserve_rows(
-    state: Mapping[Tensor, Any],
-    params: Iterable[Tensor],
-    grads: Sequence[Gradient | None] | None = None,
-    selections: Sequence[MaskSelection | None] | None = None,
-) -> None:
-    """Reserve and mark the rows that a step will write; raises ``OSError`` if the disk is full.
+def reserve_rows(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Reserve and mark the rows that a replayed step will write; raises if the disk is full.
 
-    Covers the gradients that the core or torch's kernels take directly. Other gradients, and the
-    first step of a parameter, are announced once they have been checked and the state exists.
-
-    Args:
-        state: the optimizer's state.
-        params: all or some of its parameters.
-        grads: their gradients, if passed by hand.
-        selections: what the masks of the parameters select, if the group has masks.
+    Covers the gradients that the core replays. ``False`` if there is a mask: only a plan knows what
+    it selects.
     """
-    for index, param in enumerate(params):
-        grad = param.grad if grads is None else grads[index]
-        if grad is None or file_of(param) is None:
-            continue
-        param_state = state.get(param) or {}
-        selection = None if selections is None else selections[index]
-        for rows in _touched_rows(param, grad, selection):
-            about_to_write(param, param_state.values(), rows)
-
-
-def reserve_unmasked(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Announce a whole step; ``False`` if that needs a mask, which only the plan has checked."""
     for group in groups:
-        if group.get("mask") is not None and any(file_of(p) is not None for p in group["params"]):
-            return False
-    for group in groups:
-        reserve_rows(state, group["params"])
+        for param in group["params"]:
+            if param.grad is None or file_of(param) is None:
+                continue
+            if group.get("mask") is not None:
+                return False
+            for rows in rows_of(param, param.grad):
+                about_to_write(param, (state.get(param) or {}).values(), rows)
     return True
 
 
-def reserve_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGrad) -> None:
-    """The same for a gradient that was checked, of a parameter whose state is there."""
-    about_to_write(param, state, _slots_to_rows(param, gradient.indices, gradient.num_slots))
-
-
-def _touched_rows(param: Tensor, grad: Any, selection: MaskSelection | None) -> list[Tensor | None]:
-    """Rows that a gradient writes, in parts: ``None`` for all rows, no part if it is unusual."""
+def rows_of(param: Tensor, grad: Any) -> list[Tensor | None]:
+    """Return the rows of a sparse gradient's entries, part by part; ``None`` for all rows."""
     layout = classify(grad)
-    if isinstance(grad, Tensor) and grad.device != param.device:  # refused later
-        return []
     if layout is GradLayout.COMPACT:
-        parts = (_slots_to_rows(param, part.indices, part.num_slots) for part in grad.local_parts())
-        return [_select_rows(param, rows, selection) for rows in parts]
-    if layout not in (GradLayout.STRIDED, GradLayout.COO) or grad.shape != param.shape:
-        return []
+        return [_slots_to_rows(param, each.indices, each.num_slots) for each in grad.local_parts()]
     if layout is GradLayout.STRIDED:
-        return [_select_rows(param, None, selection)]
-    indices = coo_indices(materialize(grad))
-    return [_select_rows(param, indices[0].contiguous(), selection)] if len(indices) else []
+        return [None]
+    if layout is not GradLayout.COO or grad.shape != param.shape or grad.device != param.device:
+        return []  # the core declines it
+    return [each.contiguous() for each in coo_indices(materialize(grad))[:1]]
 
 
-def _select_rows(
-    param: Tensor, rows: Tensor | None, selection: MaskSelection | None
-) -> Tensor | None:
-    """Those of the rows in which a mask selects anything."""
-    if selection is None or selection.shape != param.shape:  # the latter is refused later
-        return rows
-    if rows is None:
-        return _slots_to_rows(param, selection.indices, selection.mask.numel())
-    rows = rows[(rows >= 0) & (rows < len(param))]
-    chosen = selection.mask[rows]
-    return rows[chosen if chosen.dim() == 1 else chosen.flatten(1).any(1)]
+def reserve_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGrad) -> None:
+    """Reserve and mark the rows that an engine has claimed."""
+    about_to_write(param, state, _slots_to_rows(param, gradient.indices, gradient.num_slots))
 
 
 def _slots_to_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | None:
@@ -128,13 +91,7 @@ def _slots_to_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tenso
 
 
 def to_local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradient]:
-    """The memory of a parameter, and the part of its gradient that belongs there.
-
-    Args:
-        param: the parameter.
-        grad: its gradient.
-        by_row: whether whole rows have to be seen.
-    """
+    """The memory of a parameter, and the part of its gradient that belongs there."""
     if type(param) is torch.nn.Parameter:
         return param, grad
     memory = parameters.memory_of(param)
@@ -151,25 +108,19 @@ def new_update(
     param: Tensor,
     grad: Gradient,
 ) -> ParamUpdate:
-    """An update with gradient and state checked.
-
-    Args:
-        optimizer: whose parameter it is.
-        group: the parameter's group.
-        settings: what that says.
-        index: the parameter's number there.
-        param: the parameter.
-        grad: its gradient.
-    """
+    """An update with gradient and state checked."""
+    param_state = optimizer.state.get(param)
+    if settings.elementwise is not None:
+        settings, param_state = _settings_of_param(settings, param, grad, param_state)
     rule, dense = settings.rule, optimizer.semantics == "dense"
     memory, grad = to_local(param, grad, by_row=rule.needs_whole_rows or dense)
     optimizer.store.check_writable(param, memory)
     gradient = indexed_grad(memory, grad, row_slots=rule.needs_whole_rows or dense)
     if dense:
         gradient = gradient._replace(element_mask=None)  # what is not held is zero, and counts
-    param_state, tensors = optimizer.state.get(param), None
-    if not param_state or _is_first_step(rule, param_state):
-        param_state = None
+    tensors = None
+    if not param_state or not (rule.counts_steps or states.is_complete(rule, param_state)):
+        param_state = None  # for torch's SGD, a missing tensor means a first step
     else:
         states.check_step(rule, param_state)
         tensors = states.check_state(rule, memory, param_state)
@@ -184,18 +135,30 @@ def new_update(
     return ParamUpdate(settings, group, index, param, memory, grad, gradient, param_state, tensors)
 
 
-def _is_first_step(rule: Rule, param_state: dict[str, Any]) -> bool:
-    """Whether a missing tensor means a first step, as it does for torch's SGD."""
-    return not rule.counts_steps and any(param_state.get(spec.name) is None for spec in rule.state)
+def _settings_of_param(
+    settings: GroupSettings, param: Tensor, grad: Gradient, param_state: dict[str, Any] | None
+) -> tuple[GroupSettings, dict[str, Any] | None]:
+    """Choose between row-wise and element-wise updates, by the gradient of the first step.
+
+    Later steps go by the shape of the state. State that was created in advance is dropped if it
+    has the other shape.
+    """
+    assert settings.elementwise is not None
+    has_elements = states.is_elementwise(settings.rule, param, param_state or {})
+    if param_state and not states.is_unused(param_state):
+        return settings.elementwise if has_elements else settings, param_state
+    is_dense = classify(grad) is GradLayout.STRIDED or (
+        isinstance(grad, IndexedGrad) and grad.indices is None
+    )
+    wants_elements = is_dense and (param.dim() > 1 or param.is_complex())
+    chosen = settings.elementwise if wants_elements else settings
+    return chosen, param_state if has_elements == wants_elements else None
 
 
 def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, place: int) -> None:
-    """Make it such as engines other than torch's kernels need it: in real numbers, masked, counted.
+    """Complete an update for engines other than torch's: in real numbers, masked, counted.
 
-    Args:
-        update: an update that ``examined`` gave.
-        selection: what a mask selects.
-        place: the parameter's number among all of the optimizer, for its random bits.
+    Random bits depend on ``place``, the parameter's number among all of the optimizer.
     """
     settings, param = update.settings, update.param
     rule = settings.rule
@@ -208,8 +171,7 @@ def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, pl
         requirement = "differentiable=True needs dense gradients under torch's own formulas"
         raise InputError(message(requirement, _describe_layout(update.grad)))
     if update.state is None:
-        dtype = settings.state_dtype
-        update.state = states.new_state(rule, param, update.group, dtype)
+        update.state = states.new_state(rule, param, update.group, settings.state_dtype)
     gradient = update.indexed
     if selection is not None:
         if selection.shape != param.shape:
@@ -225,7 +187,6 @@ def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, pl
 
 
 def _row_stride(owner: Tensor, written: Tensor) -> rounding.RowStride | None:
-    """Which rows of a sharded table a parameter has, where that is not all of them."""
     source = source_of(owner)
     step, first = (1, 0) if source is None else source.row_layout(owner)
     return None if step == 1 else rounding.RowStride(written[:1].numel(), step, first)
@@ -234,17 +195,17 @@ def _row_stride(owner: Tensor, written: Tensor) -> rounding.RowStride | None:
 def engine_views(
     param: Tensor, state: list[Tensor], gradient: IndexedGrad
 ) -> tuple[list[Tensor], IndexedGrad]:
-    """A parameter with its state, and its gradient, in the form that all engines can work with.
-
-    Complex numbers are seen as pairs of real ones. Single elements of rows that lie apart are not
-    evenly spaced, but the rows are.
-    """
+    """A parameter with its state, and its gradient, as real tensors with evenly spaced slots."""
     if not param.is_contiguous():
         gradient = to_row_slots(param, gradient)
     if not param.is_complex():
         return [param, *state], gradient
     real = [torch.view_as_real(t) if t.is_complex() else t for t in (param.detach(), *state)]
     return real, gradient.view_as_real()
+
+
+def _memory_of(update: ParamUpdate) -> str:
+    return f"strides {update.param.stride()} on {update.param.device}"
 
 
 def _describe_layout(grad: Gradient) -> str:
@@ -260,30 +221,24 @@ class StepsParams(Declares, Protocol):
     store: states.StateStore
     deferred: dict[int, DeferredRows]
     used_engines: dict[int, tuple[Tensor, str, str]]
-    dense_embeddings: dict[int, tuple[Tensor, bool]]
+    dense_embeddings: dict[int, tuple[Tensor, str]]
     iterations: int
     updates: int
     step_is_tensor: ClassVar[bool]
 
     def params(self) -> Iterator[Tensor]:
         """Iterate over all parameters of all groups."""
-        ...
 
     @staticmethod
     def torch_kernel(batch: DenseBatch, /) -> None:
         """Run torch's own kernel on dense gradients."""
-        ...
 
 
 class Step:
     """The work of one step.
 
-    Args:
-        optimizer: whose step it is.
-        traced: param groups that were traced for it already.
-
     Attributes:
-        repeats: (group, parameter) of parameters that were given more than once.
+        duplicates: (group, parameter) of parameters that were given more than once.
     """
 
     def __init__(self, optimizer: StepsParams, traced: Sequence[TracedGroup] = ()) -> None:
@@ -296,8 +251,9 @@ class Step:
         if optimizer.semantics == "dense":
             self._catch_up = StepCatchUp(optimizer.deferred, optimizer.engine)
         self._updates: list[ParamUpdate] = []  # those of the sparse engines
-        # Of parameters with a dense gradient: whether that is an embedding's.
-        self._are_embeddings: list[tuple[ParamUpdate, bool]] = []
+        # Parameters with a dense gradient, and what makes that of an embedding dense.
+        self._examined: list[tuple[ParamUpdate, str]] = []
+        self._has_given_grads = False  # instead of the parameters' own
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
         self._params_before = 0  # in the groups that were added so far
         self._calls: list[Callable[[], object]] = []  # of the commit, after engines have written
@@ -310,18 +266,12 @@ class Step:
         only: int | None = None,
         grads: Sequence[Gradient | None] | None = None,
     ) -> None:
-        """Take the gradients of a param group.
-
-        Args:
-            group_index: of the group in the optimizer.
-            group: the param group.
-            only: the index of the one parameter to update.
-            grads: gradients passed by hand, one for each parameter to update.
-        """
+        """Take the gradients of a param group, or those passed by hand; ``only`` one parameter."""
         optimizer, params = self._optimizer, group["params"]
         first = 0 if only is None else only
         some = params if only is None else params[only : only + 1]
         if grads is not None:
+            self._has_given_grads = True
             some = some[: len(grads)]  # others may be added meanwhile
         try:
             settings = optimizer.groups.settings(optimizer, group_index, group)
@@ -335,9 +285,6 @@ class Step:
                 return  # as with torch, options do not matter where there is no gradient
             who = f"{type(optimizer).__name__}: param group {group_index}"
             raise InputError(f"{who}: {error}") from None
-        if mapped_files:
-            chosen = None if selections is None else selections[first : first + len(some)]
-            reserve_rows(optimizer.state, some, grads, chosen)
         for index in self._declined(group, settings, selections, first, some, grads):
             param = params[index]
             grad: Gradient | None = param.grad if grads is None else grads[index - first]
@@ -349,7 +296,7 @@ class Step:
             self._seen.add(id(param))
             selection = None if selections is None else selections[index]
             try:
-                update = new_update(optimizer, group, settings, index, param, grad)
+                update = new_update(optimizer, group, settings.for_param(param), index, param, grad)
                 self._add(update, selection)
             except InputError as error:  # cheaper than error_prefix for each parameter
                 raise type(error)(f"{settings.describe_param(index)}: {error}") from None
@@ -363,21 +310,26 @@ class Step:
         if selection is None and update.indexed.indices is None:
             known = self._optimizer.dense_embeddings.get(id(update.key))
             if known is None or known[0] is not update.key:
-                is_embedding = looks_like_embedding(update.grad)
-                self._are_embeddings.append((update, is_embedding))
+                reason = explain_dense_gradient(update.param, update.indexed.values)
+                self._examined.append((update, reason))
         if self._catch_up is not None:
             self._catch_up.add(update, selection)
-        if selection is None and update.settings.uses_torch_kernel:
+        if selection is None and self._should_try_torch(update):
             if self._torch is None:
                 kernel = self._optimizer.torch_kernel
-                new_param_state = partial(
-                    _first_param_state, self._optimizer
-                )  # no circle with the plan
-                self._torch = TorchFusedEngine(kernel, new_param_state, _state_dtype)
+                make = partial(_first_param_state, self._optimizer)  # no circle with the plan
+                self._torch = TorchFusedEngine(kernel, make, _state_dtype)
             if self._torch.claim(update):
+                if mapped_files:
+                    reserve_checked(update.param, update.state or (), update.indexed)
                 return
         finish_update(update, selection, self._params_before + update.index)
         self._updates.append(update)
+
+    def _should_try_torch(self, update: ParamUpdate) -> bool:
+        settings = update.settings
+        prefers_core = self._native is not None and not settings.wants_torch_kernel
+        return settings.has_torch_kernel and not (prefers_core and can_run_dense(update))
 
     def _declined(
         self,
@@ -398,7 +350,7 @@ class Step:
             if self._catch_up is not None:  # what a mask excludes must not be brought up to date
                 return indices
             for_core = [None if s is None else s.native for s in selections[first : indices.stop]]
-        claimed: list[Claimed] | None = None if self._catch_up is None else []
+        claimed: list[Claimed] | None = [] if self._catch_up is not None or mapped_files else None
         declined = native.claim_standard(
             settings,
             params,
@@ -411,30 +363,21 @@ class Step:
             claimed,
         )
         for index, found in claimed or ():
-            param = params[index - first]
-            grad = param.grad if grads is None else grads[index - first]
-            self._catch_up_claimed(group, settings, index, param, grad, found)
+            param, selection = params[index - first], for_core and for_core[index - first]
+            slots = selection[1] if selection else len(param) if param.dim() else 1
+            at = cat([p.flat_indices for p in found]) if isinstance(found, tuple) else found
+            param_state = optimizer.state.get(param)
+            state = [param_state[spec.name] for spec in settings.rule.state] if param_state else []
+            indexed = IndexedGrad(at, param, slots)  # the core has the values
+            if mapped_files:
+                reserve_checked(param, state, indexed)
+            if self._catch_up is not None:
+                grad: Any = param.grad if grads is None else grads[index - first]
+                update = ParamUpdate(
+                    settings, group, index, param, param, grad, indexed, param_state, state
+                )
+                self._catch_up.add(update, None, is_claimed=True)
         return declined
-
-    def _catch_up_claimed(
-        self,
-        group: ParamGroup,
-        settings: GroupSettings,
-        index: int,
-        param: Tensor,
-        grad: Any,
-        found: Tensor | tuple[IndexedGrad, ...],
-    ) -> None:
-        """Catch up the rows of a gradient that the core has claimed, with the indices it found."""
-        assert self._catch_up is not None
-        indices = found if isinstance(found, Tensor) else cat([part.flat_indices for part in found])
-        param_state = self._optimizer.state.get(param)
-        state = [param_state[spec.name] for spec in settings.rule.state] if param_state else []
-        indexed = IndexedGrad(indices, indices)  # the core has the values
-        update = ParamUpdate(
-            settings, group, index, param, param, grad, indexed, param_state, state
-        )
-        self._catch_up.add(update, None, is_claimed=True)
 
     @property
     def is_native_only(self) -> bool:
@@ -497,35 +440,50 @@ class Step:
             finish((lambda: written(self._optimizer.params()),))
 
     def _warn_of_embeddings(self) -> None:
-        """Warn of embeddings with dense gradients, once for each parameter."""
-        for update, is_embedding in self._are_embeddings:
-            if is_embedding:
+        for update, reason in self._examined:
+            if reason:
                 who = update.settings.describe_param(update.index)
-                warn_once(SlowWarning, embedding_warning(who, update.key.shape))
-            self._optimizer.dense_embeddings[id(update.key)] = (update.key, is_embedding)
+                warn_once(SlowWarning, embedding_warning(who, update.key.shape, reason))
+            self._optimizer.dense_embeddings[id(update.key)] = (update.key, reason)
 
     def _note_engines(self) -> None:
-        """For ``explain()``: who did what. A step that is done again is the core's."""
+        """For ``explain()``. A replayed step is the core's."""
         optimizer = self._optimizer
-        for param in optimizer.params():
-            if id(param) in self._seen:
-                optimizer.used_engines[id(param)] = (param, "native", "")
-        dense = [] if self._torch is None else self._torch.claimed
-        for update in (*self._updates, *dense):
-            engine = update.engine or "torch"
-            reason = (
-                update.fallback_reason
-                if update.engine
-                else "dense gradient: updated by torch's kernel."
-            )
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in self._seen:
+                    grad = None if self._has_given_grads else param.grad
+                    is_dense = grad is not None and grad.layout is torch.strided
+                    reason = self._dense_reason(param, "") if is_dense else ""
+                    reason = "" if group.get("mask") is not None else reason
+                    optimizer.used_engines[id(param)] = (param, "native", reason)
+        for update in self._updates:
+            reason = update.fallback_reason
             if update.indexed.indices is None:
-                owner, is_embedding = optimizer.dense_embeddings.get(id(update.key), (None, False))
-                if is_embedding and owner is update.key:
-                    reason = DENSE_EMBEDDING
-            optimizer.used_engines[id(update.key)] = (update.key, engine, reason)
+                reason = self._dense_reason(update.key, reason)
+            optimizer.used_engines[id(update.key)] = (update.key, update.engine, reason)
+        for update in () if self._torch is None else self._torch.claimed:
+            reason = f"dense gradient: updated by torch's kernel, {self._why_torch(update)}."
+            reason = self._dense_reason(update.key, reason)
+            optimizer.used_engines[id(update.key)] = (update.key, "torch", reason)
+
+    def _dense_reason(self, param: Tensor, reason: str) -> str:
+        owner, why = self._optimizer.dense_embeddings.get(id(param), (None, ""))
+        if why and owner is param:
+            return why
+        return reason or "dense gradient: every element is updated."
+
+    def _why_torch(self, update: ParamUpdate) -> str:
+        engine = self._optimizer.engine
+        if update.settings.wants_torch_kernel:
+            return f"since you set {torch_kernel_choice(update.group)}"
+        if engine not in ("auto", "native"):
+            return f"since you set engine={engine!r}"
+        if self._native is None:
+            return "since sparsestep was installed without its C++ core"
+        return f"since the core needs CPU tensors with evenly spaced rows, got {_memory_of(update)}"
 
     def _prepare(self) -> None:
-        """Do all that may raise."""
         self._engines = EngineDispatcher(
             self._optimizer.engine, self._native, self._optimizer.params
         )
@@ -538,7 +496,7 @@ class Step:
             with profiler_range("sparsestep: catch up"):
                 self._catch_up.prepare()
         self._engines.prepare()  # from values that are up to date
-        if self._are_embeddings:
+        if self._examined:
             self._warn_of_embeddings()
         if self._torch is not None:
             for update in self._torch.first_updates:
@@ -556,7 +514,6 @@ class Step:
             self._calls += self._catch_up.calls
 
     def _commit(self) -> None:
-        """Write everything; nothing can fail."""
         with torch.no_grad():
             if self._torch is not None:
                 finish((self._torch.begin,))
@@ -569,7 +526,6 @@ class Step:
                         self._optimizer.state[update.key] = update.param_state
 
     def _enter(self, entries: dict[Any, Any], key: Any, value: Any) -> None:
-        """Have the commit add new state to the optimizer's."""
         self._calls.append(partial(entries.__setitem__, key, value))
 
     def _prepare_count(self, update: ParamUpdate) -> None:
@@ -596,10 +552,8 @@ _uncompiled_run = disable_compiler(Step.run)
 
 
 def _first_param_state(optimizer: StepsParams, update: ParamUpdate) -> dict[str, Any]:
-    """The state of a parameter whose first step this is."""
-    group, rule = update.group, update.settings.rule
-    dtype = update.settings.state_dtype
-    update.state = states.new_state(rule, update.param, group, dtype)
+    settings = update.settings
+    update.state = states.new_state(settings.rule, update.param, update.group, settings.state_dtype)
     if mapped_files:
         reserve_checked(update.param, update.state, update.indexed)
     return _new_param_state(optimizer, update)
@@ -616,11 +570,7 @@ def _new_param_state(optimizer: StepsParams, update: ParamUpdate) -> dict[str, A
     )
 
 
-_ANY = StateSpec("any")
-
-
-def _state_dtype(param: Tensor, asked_for: torch.dtype | None) -> torch.dtype:
-    return states.state_dtype_for(_ANY, param, asked_for)
+_state_dtype = partial(states.state_dtype_for, StateSpec("any"))
 
 
 class StepInBackward:
@@ -646,10 +596,7 @@ class StepInBackward:
         for param in wanted:
             if id(param) not in places:
                 requirement = "step_in_backward needs parameters of this optimizer"
-                got = f"a {type(param).__name__}"
-                if isinstance(param, Tensor):
-                    got = states.describe_other(param)
-                raise InputError(message(requirement, got))
+                raise InputError(message(requirement, states.describe_other(param)))
             if source_of(param) is not None:
                 requirement = "step_in_backward needs gradients that are complete after backward"
                 remedy = "Leave it to step()"

@@ -1,5 +1,5 @@
 """What a rule declares, independent of optimizers and engines.
 
-``rule`` has the formula and its state, ``idle`` its update without a gradient, ``options`` and
-``checks`` what may be set for it. May import ``gradients`` and what lies below.
+``rule`` has the formula and its state, ``idle`` its update without a gradient, ``trace`` the
+formula as a program, ``int8`` its state in 8 bits, and ``options`` the options of all optimizers.
 """

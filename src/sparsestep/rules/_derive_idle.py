@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -24,159 +25,119 @@ from sparsestep.rules.idle import (
     SignDrift,
 )
 from sparsestep.rules.rule import Rule
-from sparsestep.rules.trace import (
-    OPERATIONS,
-    ROW_REDUCTIONS,
-    ConstantRef,
-    Program,
-    TraceError,
-    ValueRef,
-    trace,
-)
+from sparsestep.rules.trace import OPERATIONS, ROW_REDUCTIONS, Program, TraceError, trace
 
 
-class Term(NamedTuple):
-    """What a factor is of.
+class Denominator(NamedTuple):
+    """``factor * root of an input + number``, both of which are positive."""
 
-    Attributes:
-        kind: ``"one"``, ``"input"``, or ``"sign"`` or ``"root"`` of an input.
-        place: of the input.
-    """
-
-    kind: str
-    place: int
-
-
-ONE = Term("one", -1)
-LinearTerms: TypeAlias = Mapping[Term, float]
-
-
-class RootQuotient(NamedTuple):
-    """Something divided by ``factor * root of an input + number``, both of which are positive."""
-
-    terms: LinearTerms
     square: int
     factor: float
     number: float
 
 
-class ClosedForm(NamedTuple):
-    """A value in closed form: the sum of ``terms`` and of ``ratio``; at least ``low``."""
+class Term(NamedTuple):
+    """A quantity that a symbolic value is a multiple of.
 
-    terms: LinearTerms
-    ratio: RootQuotient | None = None
+    Attributes:
+        kind: ``"one"``, ``"input"``, or ``"sign"`` or ``"root"`` of an input.
+        place: of the input.
+        denominator: what it is divided by, if anything.
+    """
+
+    kind: str
+    place: int
+    denominator: Denominator | None = None
+
+
+ONE = Term("one", -1)
+
+
+class SymbolicValue(NamedTuple):
+    """A value in closed form, if it has one, and what is known in any case.
+
+    Attributes:
+        terms: factors of the terms whose sum it is; ``None`` without a closed form.
+        low: a lower bound.
+        is_finite: whether it is finite for finite inputs.
+    """
+
+    terms: Mapping[Term, float] | None
     low: float = -math.inf
+    is_finite: bool = True
 
     @property
     def number(self) -> float | None:
-        """The value, where it is one and the same for all elements."""
-        if self.ratio is None and self.terms.keys() <= {ONE}:
-            return self.terms.get(ONE, 0.0)
-        return None
+        """The value, if it is the same for all elements."""
+        if self.terms is None or self.terms.keys() - {ONE}:
+            return None
+        return self.terms.get(ONE, 0.0)
+
+    @property
+    def plain_terms(self) -> Mapping[Term, float] | None:
+        """The terms, if none is divided."""
+        if self.terms is None or any(term.denominator for term in self.terms):
+            return None
+        return self.terms
 
 
-class NoClosedForm(NamedTuple):
-    """A value without such a form."""
-
-    low: float = -math.inf
-    is_finite: bool = False
+def _number(value: float) -> SymbolicValue:
+    return SymbolicValue({ONE: value} if value else {}, value)
 
 
-SymbolicValue: TypeAlias = ClosedForm | NoClosedForm
+def _unknown(low: float, *operands: SymbolicValue) -> SymbolicValue:
+    """A value without a closed form, finite if all operands are."""
+    return SymbolicValue(None, low, all(each.is_finite for each in operands))
 
 
-def number(value: float) -> ClosedForm:
-    """The form of a number."""
-    return ClosedForm({ONE: value} if value else {}, low=value)
+_ANYTHING = SymbolicValue(None, is_finite=False)
 
 
-def evaluate_at_zero_grad(
-    program: Program, start: Mapping[int, float] | None = None
+def _evaluate(
+    rule: Rule, step: int, hyperparams: Hyperparams, start: Mapping[int, float] | None = None
 ) -> list[SymbolicValue]:
-    """What the results of a program are where the gradient is zero.
-
-    Args:
-        program: that of a rule: its inputs are the parameter, the gradient, the state.
-        start: the values of state, by place among the inputs, where they are known.
-
-    Example:
-        >>> from sparsestep.rules.rule import Rule, StateSpec
-        >>> from sparsestep.rules.trace import trace
-        >>> def update(param, grad, mean, *, lr):
-        ...     mean = 0.75 * mean + 0.25 * grad
-        ...     return param - lr * mean, mean
-        >>> program = trace(Rule("mine", update, (StateSpec("mean"),)), 1, {"lr": 2.0})
-        >>> [format_value(value, program.inputs) for value in evaluate_at_zero_grad(program)]
-        ['param - 1.5 * mean', '0.75 * mean']
-    """
-    known = {1: 0.0, **(start or {})}  # the gradient, and state
-    found: list[SymbolicValue] = []
-    for place, (name, arguments, _) in enumerate(program.operations):
-        if name == "input":
-            found.append(number(known[place]) if place in known else _input_form(place))
-            continue
-        given: list[SymbolicValue] = [
-            number(program.constants[argument.place])
-            if isinstance(argument, ConstantRef)
-            else found[argument.place]
-            for argument in arguments
+    """Evaluate a rule for a gradient of zero; ``start`` has values of inputs, by place."""
+    if rule.traceable_update is None:
+        raise NoClosedFormError("compile leaves nothing to record")
+    known = {1: 0.0, **(start or {})}
+    try:
+        program = trace(rule, step, hyperparams)
+        inputs = [
+            _number(known[place]) if place in known else SymbolicValue({Term("input", place): 1.0})
+            for place in range(len(program.inputs))
         ]
-        is_twice = len(arguments) == 2 and len(set(arguments)) == 1
-        is_same = is_twice and all(isinstance(each, ValueRef) for each in arguments)
-        found.append(_apply(program, name, given, is_same=is_same))
-    return [found[place] for place in program.results]
+        return program.evaluate(inputs, _number, partial(_apply, program))
+    except TraceError as error:
+        raise NoClosedFormError(str(error)) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a formula does with what is no tensor
+        raise NoClosedFormError(f"{type(error).__name__}: {error}") from None
 
 
-def _apply(
-    program: Program, name: str, given: list[SymbolicValue], *, is_same: bool
-) -> SymbolicValue:
-    """Apply an operation; ``is_same`` if both of its operands are the same value."""
-    constants = [each for each in map(_as_constant, given) if each is not None]
+def _apply(program: Program, name: str, given: list[SymbolicValue]) -> SymbolicValue:
+    constants = [each.number for each in given if each.number is not None]
     if len(constants) == len(given):
         folded = _fold_constants(name, constants)
-        return number(folded) if math.isfinite(folded) else NoClosedForm()
+        return _number(folded) if math.isfinite(folded) else _ANYTHING
     if name in ROW_REDUCTIONS:
         (value,) = given
-        if name != "sum" and isinstance(value, ClosedForm) and value.ratio is None:
+        terms = value.plain_terms
+        if name != "sum" and terms is not None:
             inputs = program.operations
-            if all(term == ONE or inputs[term.place].per_row for term in value.terms):
+            if all(term == ONE or inputs[term.place].per_row for term in terms):
                 return value
-        return NoClosedForm(0.0 if value.low >= 0 else -math.inf, _is_finite(value))
-    if is_same and name in _SAME_OPERAND:
-        return number(_SAME_OPERAND[name])
-    if is_same and name == "mul":
-        return NoClosedForm(0.0, _is_finite(given[0]))
-    return _EVALUATORS[name](*given) if name in _EVALUATORS else NoClosedForm()
-
-
-def format_value(value: SymbolicValue, names: Sequence[str]) -> str:
-    """A value as people write it."""
-    if isinstance(value, NoClosedForm):
-        return "unknown"
-    parts = [_format_term(term, factor, names) for term, factor in value.terms.items()]
-    if value.ratio is not None:
-        terms, square, factor, eps = value.ratio
-        above = format_value(ClosedForm(terms), names)
-        below = format_value(ClosedForm({Term("root", square): factor, ONE: eps}), names)
-        parts.append(f"({above}) / ({below})")
-    return " + ".join(parts).replace("+ -", "- ") or "0"
-
-
-def _format_term(term: Term, factor: float, names: Sequence[str]) -> str:
-    if term == ONE:
-        return f"{factor:g}"
-    name = names[term.place]
-    name = {"sign": f"sign({name})", "root": f"sqrt({name})"}.get(term.kind, name)
-    return {1.0: name, -1.0: f"-{name}"}.get(factor, f"{factor:g} * {name}")
-
-
-def _input_form(place: int) -> ClosedForm:
-    return ClosedForm({Term("input", place): 1.0})
+        return _unknown(0.0 if value.low >= 0 else -math.inf, value)
+    if len(given) == 2 and given[0] is given[1]:
+        if name in _SAME_OPERAND:
+            return _number(_SAME_OPERAND[name])
+        if name == "mul":
+            return _unknown(0.0, given[0])
+    return _EVALUATORS[name](*given) if name in _EVALUATORS else _ANYTHING
 
 
 def _fold_constants(name: str, numbers: Sequence[float]) -> float:
-    """An operation on numbers, of which a row has as many as it likes."""
-    if name in ROW_REDUCTIONS:
+    if name in ROW_REDUCTIONS:  # a sum depends on the length of the row
         return numbers[0] if name != "sum" or numbers[0] == 0 else math.nan
     given = (torch.tensor(each, dtype=torch.float64, device="cpu") for each in numbers)
     return float(OPERATIONS[name](*given))
@@ -186,39 +147,23 @@ def _fold_constants(name: str, numbers: Sequence[float]) -> float:
 _SAME_OPERAND = {"lt": 0.0, "gt": 0.0, "ne": 0.0, "sub": 0.0, "le": 1.0, "ge": 1.0, "eq": 1.0}
 
 
-def _is_finite(value: SymbolicValue) -> bool:
-    return value.is_finite if isinstance(value, NoClosedForm) else True
-
-
-def _as_constant(value: SymbolicValue) -> float | None:
-    return value.number if isinstance(value, ClosedForm) else None
-
-
 def _scale(value: SymbolicValue, factor: float) -> SymbolicValue:
     if factor == 0:
-        return number(0.0) if _is_finite(value) else NoClosedForm()
+        return _number(0.0) if value.is_finite else _ANYTHING
     low = value.low * factor if factor > 0 else -math.inf
-    if isinstance(value, NoClosedForm):
-        return NoClosedForm(low, value.is_finite)
-    ratio = value.ratio
-    if ratio is not None:
-        ratio = ratio._replace(terms=_scale_terms(ratio.terms, factor))
-    return ClosedForm(_scale_terms(value.terms, factor), ratio, low)
-
-
-def _scale_terms(terms: LinearTerms, factor: float) -> LinearTerms:
-    return {term: each * factor for term, each in terms.items()}
+    if value.terms is None:
+        return _unknown(low, value)
+    return SymbolicValue({term: each * factor for term, each in value.terms.items()}, low)
 
 
 def _add(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
     low = a.low + b.low
-    if isinstance(a, NoClosedForm) or isinstance(b, NoClosedForm) or (a.ratio and b.ratio):
-        return NoClosedForm(low, _is_finite(a) and _is_finite(b))
+    if a.terms is None or b.terms is None:
+        return _unknown(low, a, b)
     terms = dict(a.terms)
     for term, factor in b.terms.items():
         terms[term] = terms.get(term, 0.0) + factor
-    left = {term: factor for term, factor in terms.items() if factor}
-    return ClosedForm(left, a.ratio or b.ratio, low)
+    return SymbolicValue({term: factor for term, factor in terms.items() if factor}, low)
 
 
 def _sub(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
@@ -227,51 +172,42 @@ def _sub(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
 
 def _mul(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
     for value, other in ((a, b), (b, a)):
-        factor = _as_constant(value)
-        if factor is not None:
-            return _scale(other, factor)
+        if value.number is not None:
+            return _scale(other, value.number)
     for value, other in ((a, b), (b, a)):
-        ratio = _as_reciprocal(other)
-        if isinstance(value, ClosedForm) and value.ratio is None and ratio is not None:
-            scaled = _scale_terms(value.terms, ratio.terms[ONE])
-            return ClosedForm({}, ratio._replace(terms=scaled))
-    low = 0.0 if a.low >= 0 and b.low >= 0 else -math.inf
-    return NoClosedForm(low, _is_finite(a) and _is_finite(b))
+        terms = value.plain_terms
+        if terms is not None and other.terms is not None and len(other.terms) == 1:
+            ((term, factor),) = other.terms.items()
+            if term.kind == "one" and term.denominator:
+                scaled = {each: its * factor for each, its in terms.items()}
+                return _divided(scaled, term.denominator)
+    return _unknown(0.0 if a.low >= 0 and b.low >= 0 else -math.inf, a, b)
 
 
-def _as_reciprocal(value: SymbolicValue) -> RootQuotient | None:
-    """The quotient, if the value is a number divided by something, and nothing else."""
-    if isinstance(value, NoClosedForm) or value.terms or value.ratio is None:
-        return None
-    return value.ratio if value.ratio.terms.keys() == {ONE} else None
+def _divided(terms: Mapping[Term, float], by: Denominator, low: float = -math.inf) -> SymbolicValue:
+    return SymbolicValue({term._replace(denominator=by): f for term, f in terms.items()}, low)
 
 
 def _div(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
-    by = _as_constant(b)
+    by = b.number
     if by is not None:
-        return _scale(a, 1 / by) if by else NoClosedForm()
+        return _scale(a, 1 / by) if by else _ANYTHING
     if not b.low > 0:
-        return NoClosedForm()
-    if _as_constant(a) == 0:
-        return number(0.0)
+        return _ANYTHING
+    if a.number == 0:
+        return _number(0.0)
     low = 0.0 if a.low >= 0 else -math.inf
-    above, below = _as_terms(a), _as_terms(b)
+    above, below = a.plain_terms, b.plain_terms
     if above is not None and below is not None:
         roots = [term for term in below if term.kind == "root"]
         if len(roots) == 1 and below.keys() == {roots[0], ONE}:
-            divided = RootQuotient(above, roots[0].place, below[roots[0]], below[ONE])
-            return ClosedForm({}, divided, low)
-    return NoClosedForm(low, _is_finite(a))
-
-
-def _as_terms(value: SymbolicValue) -> LinearTerms | None:
-    """The terms of a value that has nothing else."""
-    return value.terms if isinstance(value, ClosedForm) and value.ratio is None else None
+            return _divided(above, Denominator(roots[0].place, below[roots[0]], below[ONE]), low)
+    return _unknown(low, a)
 
 
 def _as_input(value: SymbolicValue) -> tuple[int, float] | None:
     """An input and its factor, if that is all."""
-    terms = _as_terms(value) or {}
+    terms = value.plain_terms or {}
     found = [(term.place, factor) for term, factor in terms.items() if term.kind == "input"]
     return found[0] if len(terms) == len(found) == 1 else None
 
@@ -280,52 +216,50 @@ def _sqrt(value: SymbolicValue) -> SymbolicValue:
     """Taken for a number: a formula has no root of what may be negative."""
     found = _as_input(value)
     if found is not None and found[1] > 0:
-        return ClosedForm({Term("root", found[0]): math.sqrt(found[1])}, low=0.0)
-    return NoClosedForm(math.sqrt(max(value.low, 0.0)), _is_finite(value))
+        return SymbolicValue({Term("root", found[0]): math.sqrt(found[1])}, 0.0)
+    return _unknown(math.sqrt(max(value.low, 0.0)), value)
 
 
 def _sign(value: SymbolicValue) -> SymbolicValue:
     found = _as_input(value)
     if found is not None:
-        return ClosedForm({Term("sign", found[0]): math.copysign(1.0, found[1])}, low=-1.0)
-    return NoClosedForm(-1.0, _is_finite(value))
+        return SymbolicValue({Term("sign", found[0]): math.copysign(1.0, found[1])}, -1.0)
+    return _unknown(-1.0, value)
 
 
 def _abs(value: SymbolicValue) -> SymbolicValue:
-    return value if value.low >= 0 else NoClosedForm(0.0, _is_finite(value))
+    return value if value.low >= 0 else _unknown(0.0, value)
 
 
 def _maximum(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
     for value, other in ((a, b), (b, a)):
-        least = _as_constant(value)
-        if least is not None and other.low >= least:
+        if value.number is not None and other.low >= value.number:
             return other
-    return NoClosedForm(max(a.low, b.low), _is_finite(a) and _is_finite(b))
+    return _unknown(max(a.low, b.low), a, b)
 
 
 def _minimum(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
-    return NoClosedForm(min(a.low, b.low), _is_finite(a) and _is_finite(b))
+    return _unknown(min(a.low, b.low), a, b)
 
 
 def _where(condition: SymbolicValue, a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
-    chosen = _as_constant(condition)
-    if chosen is not None:
-        return a if chosen else b
-    return NoClosedForm(min(a.low, b.low), _is_finite(a) and _is_finite(b))
+    if condition.number is not None:
+        return a if condition.number else b
+    return _minimum(a, b)
 
 
 def _finite_if_positive(low: float) -> Callable[..., SymbolicValue]:
-    """What is finite where its argument is more than zero, and then at least ``low``."""
+    """A function that is finite, and at least ``low``, if its argument is greater than zero."""
 
     def made(value: SymbolicValue, *further: SymbolicValue) -> SymbolicValue:
-        numbers = [_as_constant(each) for each in further]
-        return NoClosedForm(low, value.low > 0 and _is_finite(value) and None not in numbers)
+        numbers = [each.number for each in further]
+        return SymbolicValue(None, low, value.low > 0 and value.is_finite and None not in numbers)
 
     return made
 
 
 def _comparison(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
-    return NoClosedForm(0.0, is_finite=True)
+    return _unknown(0.0)
 
 
 _EVALUATORS: dict[str, Callable[..., SymbolicValue]] = {
@@ -334,7 +268,7 @@ _EVALUATORS: dict[str, Callable[..., SymbolicValue]] = {
     "mul": _mul,
     "div": _div,
     "neg": lambda value: _scale(value, -1.0),
-    "reciprocal": lambda value: _div(number(1.0), value),
+    "reciprocal": lambda value: _div(_number(1.0), value),
     "sqrt": _sqrt,
     "rsqrt": _finite_if_positive(0.0),
     "pow": _finite_if_positive(0.0),
@@ -357,115 +291,109 @@ class IdleForm(NamedTuple):
 
     Attributes:
         kind: the class of the idle update.
-        buffer: the state along which the parameter moves, if it does.
-        square: the state by whose root that is divided, if it is.
         decays: factors of the states, but for those that stay.
         shrink: the factor of the parameter.
+        buffer: the state along which the parameter moves, if it does.
         size: by how much it moves, of what its buffer is after the step.
-        factor: of the root that it is divided by, of what the square is after the step.
+        square: the state by whose root that is divided, if it is.
+        factor: of that root, of what the square is after the step.
         number: what is added to that root.
     """
 
     kind: type[IdleUpdate]
-    buffer: str
-    square: str
     decays: Mapping[str, float]
     shrink: float
-    size: float
+    buffer: str = ""
+    size: float = 0.0
+    square: str = ""
     factor: float = 1.0
     number: float = 0.0
 
 
-def analyze_idle_step(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleForm:
-    """What a rule does in a step without a gradient.
+def _analyze(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleForm:
+    """Find out what a rule does in a step without a gradient.
 
     Raises:
         NoClosedFormError: no class of idle updates matches.
     """
-    names = ["param", "grad", *(spec.name for spec in rule.state)]
     param, *state = _evaluate(rule, step, hyperparams)
     decays: dict[str, float] = {}
     for place, (value, spec) in enumerate(zip(state, rule.state, strict=True), start=2):
         factor = _as_multiple(value, place)
         if factor is None or not 0 <= factor <= 1:
-            raise NoClosedFormError(_change(spec.name, value, names))
+            raise NoClosedFormError(_describe_change(rule, spec.name, value))
         if factor != 1:
             decays[spec.name] = factor
     found = _match_form(rule, param, decays)
     if found is None:
-        raise NoClosedFormError(_change("param", param, names))
+        raise NoClosedFormError(_describe_change(rule, "param", param))
     return found
 
 
-def _change(name: str, value: SymbolicValue, names: list[str]) -> str:
-    """Describe what a step without a gradient does to a value without a closed form."""
-    if isinstance(value, NoClosedForm):
+def _describe_change(rule: Rule, name: str, value: SymbolicValue) -> str:
+    if value.terms is None:
         return f"{name} has no closed-form {'update' if name == 'param' else 'decay'}"
-    return f"{name} becomes {format_value(value, names)}"
+    names = ("param", "grad", *rule.state_names)
+    return f"{name} becomes {_format_terms(value.terms, names)}"
 
 
-def _evaluate(
-    rule: Rule, step: int, hyperparams: Hyperparams, start: Mapping[int, float] | None = None
-) -> list[SymbolicValue]:
-    if rule.traceable_update is None:
-        raise NoClosedFormError("compile leaves nothing to record")
-    try:
-        return evaluate_at_zero_grad(trace(rule, step, hyperparams), start)
-    except TraceError as error:
-        raise NoClosedFormError(str(error)) from None
-    except MemoryError:
-        raise
-    except Exception as error:  # whatever a formula does with what is no tensor
-        raise NoClosedFormError(f"{type(error).__name__}: {error}") from None
+def _format_terms(terms: Mapping[Term, float], names: Sequence[str]) -> str:
+    parts = [_format_term(term, factor, names) for term, factor in terms.items()]
+    return " + ".join(parts).replace("+ -", "- ") or "0"
+
+
+def _format_term(term: Term, factor: float, names: Sequence[str]) -> str:
+    if term.denominator is not None:
+        square, root_factor, number = term.denominator
+        above = _format_term(term._replace(denominator=None), factor, names)
+        below = _format_terms({Term("root", square): root_factor, ONE: number}, names)
+        return f"({above}) / ({below})"
+    if term == ONE:
+        return f"{factor:g}"
+    name = names[term.place]
+    name = {"sign": f"sign({name})", "root": f"sqrt({name})"}.get(term.kind, name)
+    return {1.0: name, -1.0: f"-{name}"}.get(factor, f"{factor:g} * {name}")
 
 
 def _as_multiple(value: SymbolicValue, place: int) -> float | None:
-    """By what an input is multiplied, where that is all."""
-    terms, term = _as_terms(value), Term("input", place)
-    return None if terms is None or terms.keys() - {term} else terms.get(term, 0.0)
+    """The factor of an input, if the value is a multiple of it."""
+    term = Term("input", place)
+    if value.terms is None or value.terms.keys() - {term}:
+        return None
+    return value.terms.get(term, 0.0)
 
 
 def _match_form(rule: Rule, param: SymbolicValue, decays: Mapping[str, float]) -> IdleForm | None:
-    if not isinstance(param, ClosedForm):
-        return None
     own = Term("input", 0)
-    shrink = param.terms.get(own, 0.0)
-    moves = [(term, factor) for term, factor in param.terms.items() if term != own]
-    if not shrink > 0 or len(moves) + (param.ratio is not None) > 1:
+    terms = dict(param.terms or {})
+    shrink = terms.pop(own, 0.0)
+    if not shrink > 0 or len(terms) > 1:
         return None
-    if param.ratio is not None:
-        return _match_adam(rule, param.ratio, decays, shrink)
-    if not moves:
-        return IdleForm(NoDrift, "", "", decays, shrink, 0.0)
-    ((term, factor),) = moves
-    buffer = _state_name(rule, term)
+    if not terms:
+        return IdleForm(NoDrift, decays, shrink)
+    ((term, factor),) = terms.items()
+    buffer = _buffer_name(rule, term)
+    if not buffer:
+        return None
+    if term.kind == "sign" and term.denominator is None:
+        return IdleForm(SignDrift, decays, shrink, buffer, -factor)
     left = decays.get(buffer, 1.0)
-    if term.kind == "sign" and buffer:
-        return IdleForm(SignDrift, buffer, "", decays, shrink, -factor)
-    if term.kind == "input" and buffer and left:
-        return IdleForm(GeometricDrift, buffer, "", decays, shrink, -factor / left)
-    return None
-
-
-def _match_adam(
-    rule: Rule, ratio: RootQuotient, decays: Mapping[str, float], shrink: float
-) -> IdleForm | None:
-    if len(ratio.terms) != 1 or ratio.square == 0:
-        return None
-    ((term, factor),) = ratio.terms.items()
-    buffer, square = _state_name(rule, term), rule.state[ratio.square - 2].name
-    left, root = decays.get(buffer, 1.0), math.sqrt(decays.get(square, 1.0))
-    if term.kind != "input" or not buffer or not left or not root:
+    if term.kind != "input" or not left:
         return None
     size = -factor / left
-    return IdleForm(
-        AdamDrift, buffer, square, decays, shrink, size, ratio.factor / root, ratio.number
-    )
+    if term.denominator is None:
+        return IdleForm(GeometricDrift, decays, shrink, buffer, size)
+    place, of_root, number = term.denominator
+    square = rule.state[place - 2].name if place else ""
+    root = math.sqrt(decays.get(square, 1.0))
+    if not square or not root:
+        return None
+    return IdleForm(AdamDrift, decays, shrink, buffer, size, square, of_root / root, number)
 
 
-def _state_name(rule: Rule, term: Term) -> str:
+def _buffer_name(rule: Rule, term: Term) -> str:
     """The state that a move is along; none if it is no state, or would move rows from the start."""
-    if term == ONE or term.place < 2:
+    if term.place < 2:
         return ""
     spec = rule.state[term.place - 2]
     return "" if spec.per_row or spec.initial != 0 else spec.name
@@ -484,24 +412,23 @@ class _StepSizes:
         return self._of(step, hyperparams) is not None
 
     def size(self, step: int, hyperparams: Hyperparams) -> tuple[float, float]:
-        """How far it goes, and the root."""
         return (self._of(step, hyperparams) or (0.0, 1.0, 1.0))[:2]
 
     def shrink(self, step: int, hyperparams: Hyperparams) -> float:
-        """What it leaves of the parameter."""
         return (self._of(step, hyperparams) or (0.0, 1.0, 1.0))[2]
 
     def _of(self, step: int, hyperparams: Hyperparams) -> tuple[float, float, float] | None:
+        """Size, root and shrink of a step."""
         known_step, known, found = self._latest
         if known_step != step or known is not hyperparams:
-            found = self._derived(step, hyperparams)
+            found = self._derive(step, hyperparams)
             self._latest = step, hyperparams, found
         return found
 
-    def _derived(self, step: int, hyperparams: Hyperparams) -> tuple[float, float, float] | None:
+    def _derive(self, step: int, hyperparams: Hyperparams) -> tuple[float, float, float] | None:
         like = self._like
         try:
-            found = analyze_idle_step(self._rule, step, hyperparams)
+            found = _analyze(self._rule, step, hyperparams)
         except NoClosedFormError as error:
             first = self._first(hyperparams) if step == 1 else None
             if first is None:
@@ -517,12 +444,11 @@ class _StepSizes:
 
     def _first(self, hyperparams: Hyperparams) -> tuple[float, float, float] | None:
         """A first step that is special: every entry without a gradient is as it began."""
-        start = {place: spec.initial for place, spec in enumerate(self._rule.state, start=2)}
-        numbers = {place: float(initial) for place, initial in start.items()}
-        param, *state = _evaluate(self._rule, 1, hyperparams, numbers)
-        for value, spec in zip(state, self._rule.state, strict=True):
-            wanted = self._like.decays.get(spec.name, 1.0) * float(spec.initial)
-            if not isinstance(value, ClosedForm) or value.number != wanted:
+        specs = self._rule.state
+        start = {place: float(spec.initial) for place, spec in enumerate(specs, start=2)}
+        param, *state = _evaluate(self._rule, 1, hyperparams, start)
+        for value, spec in zip(state, specs, strict=True):
+            if value.number != self._like.decays.get(spec.name, 1.0) * float(spec.initial):
                 return None
         shrink = _as_multiple(param, 0)
         return (0.0, 1.0, shrink) if shrink else None
@@ -548,8 +474,8 @@ def derive_idle_update(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleU
     typical = {**hyperparams, "lr": 1.0} if hyperparams.get("lr") == 0 else hyperparams
     later = max(step, 2)
     try:
-        like = analyze_idle_step(rule, later, typical)
-        after = analyze_idle_step(rule, later + 1, typical)
+        like = _analyze(rule, later, typical)
+        after = _analyze(rule, later + 1, typical)
         if like.decays != after.decays:
             raise NoClosedFormError("its state decays differently from step to step")
     except NoClosedFormError as error:

@@ -31,15 +31,14 @@ class SkippedSteps(Protocol):
         decays: the factor by which each state decays in a step; those that are not named stay.
         eps: what ``AdamDrift`` adds to the root.
         converges: whether the sums of a series are known.
-        largest_ratio: the largest ``eps / sqrt(square)`` for which the terms of ``AdamDrift`` are
-            enough.
+        max_error: the largest error of a series, relative to its first term.
     """
 
     hyperparams: Hyperparams
     decays: Mapping[str, float]
     eps: float
     converges: bool
-    largest_ratio: float
+    max_error: float
 
     @property
     def shrink(self) -> Tensor:
@@ -57,8 +56,8 @@ class SkippedSteps(Protocol):
         ...
 
     @property
-    def relevant_steps(self) -> Tensor:
-        """How many steps were missed, of those that matter to the sums."""
+    def center(self) -> Tensor:
+        """What a root is multiplied by, in about the middle of the steps."""
         ...
 
     def total_size(self, first: int | None = None) -> Tensor:
@@ -106,6 +105,7 @@ class IdleUpdate:
         buffer: the name of the state that gives the direction, if one does.
         square: the name of the state that divides, if one does.
         native: the name of the C++ kernel.
+        num_sums: how many sums over the steps it needs.
         has_total: whether it needs the total of all sizes so far, instead of a series.
         recomputes: whether it computes the parameter from its state: it writes it in any case, and
             its kernel takes the options of the rule.
@@ -119,21 +119,16 @@ class IdleUpdate:
     buffer: str = ""
     square: str = ""
     native: str = ""
+    num_sums: ClassVar[int] = 1
     has_total: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
 
-    def ratios(self, decays: Mapping[str, float]) -> list[float]:
-        """By what each term of its series shrinks from step to step; none without a series."""
-        return []
+    def ratio(self, decays: Mapping[str, float]) -> float:
+        """By what the terms of its series shrink from step to step; zero without a series."""
+        return 0.0
 
     def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
-        """Where the parameter is after the steps missed, given what it and its state were before.
-
-        Args:
-            param: a row for each row of ``missed``, in float64, as all that follows.
-            state: by name; one number for each row where the rule keeps it so.
-            skipped: the steps.
-        """
+        """Where the parameter is after the steps missed; it and its state are in float64."""
         raise NotImplementedError
 
     def decay(self, name: str, old: Tensor, skipped: SkippedSteps, dtype: torch.dtype) -> Tensor:
@@ -176,9 +171,9 @@ class GeometricDrift(IdleUpdate):
 
     native: str = "geometric"
 
-    def ratios(self, decays: Mapping[str, float]) -> list[float]:
+    def ratio(self, decays: Mapping[str, float]) -> float:
         """That of the buffer."""
-        return [decays.get(self.buffer, 1.0)]
+        return decays.get(self.buffer, 1.0)
 
     def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
         """The sum of a geometric series, times the buffer."""
@@ -222,33 +217,35 @@ class SignDrift(IdleUpdate):
 class AdamDrift(IdleUpdate):
     """Adam's: ``size * buffer / (sqrt(square) / root + eps)`` in each step, where both decay.
 
-    In powers of ``eps / sqrt(square)`` this is a sum of geometric series, one for each term. Where
-    that is not small, or the series does not converge, entries are replayed step by step.
+    The sum over the steps depends on an entry through ``eps / (sqrt(square) * center + eps)``
+    alone, a number between 0 and 1: it is a Chebyshev series in that number. Its coefficients are
+    sums over the steps, and so is a bound on its error, the last of the sums. Rows for which that
+    is too large are replayed step by step.
     """
 
     native: str = "quotient"
-    terms: ClassVar[int] = 4
+    terms: ClassVar[int] = 16
+    num_sums: ClassVar[int] = terms + 1
 
     def root_decay(self, decays: Mapping[str, float]) -> float:
         """The factor by which the root of the square decays in a step."""
         return math.sqrt(decays.get(self.square, 1.0))
 
-    def ratios(self, decays: Mapping[str, float]) -> list[float]:
-        """The buffer's, divided by a power of the root's."""
-        first, root = decays.get(self.buffer, 1.0), self.root_decay(decays)
-        return [_series_ratio(first, root ** (i + 1)) for i in range(self.terms)]
+    def ratio(self, decays: Mapping[str, float]) -> float:
+        """The buffer's, divided by the root's."""
+        buffer, root = decays.get(self.buffer, 1.0), self.root_decay(decays)
+        # A square that is gone at once leaves nothing to divide by.
+        return buffer / root if root else math.inf if buffer else 0.0
 
     def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
         """By the series where it is exact enough, else step by step."""
         buffer, root = state[self.buffer], state[self.square].sqrt()
-        by_series = torch.zeros_like(buffer, dtype=torch.bool)
-        move = torch.zeros_like(buffer)
-        if skipped.converges:
-            ratio = skipped.eps / root
-            largest = ratio * self.root_decay(skipped.decays) ** -skipped.relevant_steps
-            by_series = (largest <= skipped.largest_ratio).expand_as(buffer)
-            y, sums = -ratio, skipped.sums
-            move = buffer / root * (sums[0] + y * (sums[1] + y * (sums[2] + y * sums[3])))
+        *series, error = skipped.sums
+        by_series = error <= skipped.max_error * series[0].abs()
+        by_series = (by_series & skipped.converges).expand_as(buffer)
+        divisor = root * skipped.center + skipped.eps
+        x = torch.where(divisor > 0, 2 * skipped.eps / divisor - 1, -1.0)
+        move = buffer / divisor * _chebyshev(x, series)
         others = ~by_series & (buffer != 0)
         replayed = buffer * self._replay(root.expand_as(buffer), skipped, others)
         move = torch.where(by_series, move, replayed)
@@ -294,6 +291,9 @@ class RecomputeFromState(IdleUpdate):
         return ((after - before).abs() > after.abs() / 256).any(dim=1, keepdim=True)
 
 
-def _series_ratio(ratio: float, by: float) -> float:
-    """How the terms of a sum shrink; a square that is gone at once leaves nothing to divide by."""
-    return ratio / by if by else math.inf if ratio else 0.0
+def _chebyshev(x: Tensor, series: list[Tensor]) -> Tensor:
+    """A Chebyshev series at points in [-1, 1], by Clenshaw's recurrence."""
+    last = before = torch.zeros_like(x)
+    for coefficient in reversed(series[1:]):
+        last, before = coefficient + 2 * x * last - before, last
+    return series[0] + x * last - before

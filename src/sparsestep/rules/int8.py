@@ -58,18 +58,10 @@ def with_int8_state(rule: Rule) -> Rule:
             remedy = "Use torch.bfloat16, or None"
             raise InputError(message(requirement, f"{spec.name!r} of {rule.name!r}", remedy))
         starts = spec.int8_format == "unsigned"
-        coded.append(
-            replace(spec, dtype=torch.int8, encode_initial=_initial_code if starts else None)
-        )
-        scales.append(
-            StateSpec(
-                f"{spec.name}_scale",
-                spec.initial,
-                per_row=True,
-                dtype=torch.float32,
-                encode_initial=_initial_scale if starts else None,
-            )
-        )
+        code, half = (_initial_code, _initial_scale) if starts else (None, None)
+        scale = StateSpec(f"{spec.name}_scale", spec.initial, True, torch.float32)
+        coded.append(replace(spec, dtype=torch.int8, encode_initial=code))
+        scales.append(replace(scale, encode_initial=half))
     return replace(rule, state=(*coded, *rows, *scales))
 
 
@@ -87,12 +79,7 @@ def num_encoded(state: Sequence[StateSpec]) -> int:
 
 
 def decode(state: Sequence[StateSpec], tensors: list[Tensor]) -> list[Tensor]:
-    """The values that codes stand for, without the scales; rows as ``[rows, block]``.
-
-    Args:
-        state: what a rule keeps.
-        tensors: one for each.
-    """
+    """The values that codes stand for, without the scales; rows as ``[rows, block]``."""
     coded = num_encoded(state)
     if not coded:
         return tensors
@@ -112,7 +99,7 @@ def _decode(spec: StateSpec, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def encode(state: Sequence[StateSpec], tensors: list[Tensor]) -> list[Tensor]:
-    """Codes that are not rounded yet, and scales: the other way than ``decoded``."""
+    """Codes that are not rounded yet, and scales: the inverse of ``decode``."""
     coded = num_encoded(state)
     if not coded:
         return tensors
@@ -121,7 +108,7 @@ def encode(state: Sequence[StateSpec], tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _encode(spec: StateSpec, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes times ``2**LOST``, of which rounding takes whole ones, and scales."""
+    """Codes times ``2**DROPPED_BITS``, of which rounding takes whole ones, and scales."""
     assert spec.int8_format is not None
     last = _MAX_EXPONENT[spec.int8_format]
     sizes = values.float().abs()
@@ -132,7 +119,7 @@ def _encode(spec: StateSpec, values: Tensor) -> tuple[Tensor, Tensor]:
     exponent = exponent.clamp(min=last + 1)
     scale = ((exponent - last) << _EXPONENT).view(torch.float32)
     inverse = ((254 + last - exponent) << _EXPONENT).view(torch.float32)
-    # One number that is none makes the whole row so.
+    # A NaN or inf poisons the row.
     usable = largest.isfinite()
     scaled = torch.where(usable, sizes * inverse, 0.0) + 2
     steps = scaled.view(torch.int32).long() - _TWO
@@ -144,13 +131,9 @@ def _encode(spec: StateSpec, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_codes(spec: StateSpec, codes: Tensor, chance: Tensor | int) -> Tensor:
-    """Codes as they are stored.
+    """Round codes of ``encode`` as they are stored.
 
-    Args:
-        spec: the state that they are of.
-        codes: as ``encoded`` gives them.
-        chance: from 0 to ``2**LOST - 1``, by which a code is rounded up; half of it for the
-            nearest.
+    They are rounded up by a ``chance`` from 0 to ``2**DROPPED_BITS - 1``, half of it for nearest.
     """
     bits = (torch.where(codes < 0, ~codes, codes) + chance) >> DROPPED_BITS
     if spec.int8_format == "signed":
@@ -159,14 +142,7 @@ def round_codes(spec: StateSpec, codes: Tensor, chance: Tensor | int) -> Tensor:
 
 
 def convert_saved(rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's saved state as a rule keeps it: in int8, or no longer.
-
-    Codes are rounded to nearest here.
-
-    Args:
-        rule: which is to go on with it.
-        saved: its state, with codes and scales or without.
-    """
+    """A parameter's saved state as a rule keeps it: in int8, rounded to nearest, or no longer."""
     found = dict(saved)
     for spec in rule.state:
         value, scale = found.get(spec.name), found.get(f"{spec.name}_scale")

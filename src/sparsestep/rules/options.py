@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
@@ -33,16 +33,15 @@ Semantics: TypeAlias = Literal["masked", "dense"]
 # Whose updates Adam's bias correction counts: those of the parameter, or those of each row.
 BiasCorrectionMode: TypeAlias = Literal["global", "per_row"]
 
+# Which formula updates a parameter whose gradients are dense: that of rows, or that of elements.
+DenseMode: TypeAlias = Literal["rowwise", "elementwise"]
+
 # A schedule that ends at zero may end just below: LinearLR(end_factor=0) does.
 _ROUNDING = 1e-12
 
 
 def check_options(options: Mapping[str, Any], own: Collection[str] = ()) -> None:
-    """Refuse options of the wrong kind or out of range.
-
-    Args:
-        options: the options by name. Names that are not in the table are skipped.
-        own: the options of a user's own formula, which may be anything.
+    """Refuse options of the wrong kind or out of range, except those of a user's ``own`` formula.
 
     Example:
         >>> check_options({"lr": 0.1, "betas": (0.9, 0.999), "maximize": False, "layer": 7})
@@ -82,7 +81,7 @@ def as_number(name: str, value: Any) -> float:
 
 
 def _element(value: Tensor) -> Any:
-    """Return the one element of a tensor; the tensor itself if it has no readable memory."""
+    """Return the one element of a tensor; the tensor itself if it cannot be read."""
     try:
         return value.item()
     except (RuntimeError, TypeError, ValueError):
@@ -107,7 +106,6 @@ def format_value(value: Any) -> str:
 
 
 def _number_for(text: object) -> str:
-    """Return the remedy for text that spells a number."""
     if not isinstance(text, str):
         return ""
     parts = re.fullmatch(r"([+-]?\d+)(\.\d*)?[eE]([+-]?)(\d+)", text.strip())
@@ -122,45 +120,32 @@ def _number_for(text: object) -> str:
     return f"Pass float({text!r})"
 
 
-def _learning_rate(name: str, value: Any) -> None:
-    """Refuse a negative learning rate; zero is fine, warm-ups begin there."""
-    found = as_number(name, value)
-    if not -_ROUNDING <= found < math.inf:
-        raise InputError(
-            f"Invalid learning rate: {format_value(value)}. {name} must be {_bound(found)}."
-        )
+def _invalid(name: str, value: Any, requirement: str) -> InputError:
+    said = f"Invalid {'epsilon' if name == 'eps' else name} value"
+    if name == "lr":
+        said = "Invalid learning rate"
+    return InputError(f"{said}: {format_value(value)}. {name} must be {requirement}.")
 
 
 def _non_negative(name: str, value: Any) -> None:
     found = as_number(name, value)
-    if not 0.0 <= found < math.inf:
-        said = "epsilon" if name == "eps" else name
-        raise InputError(
-            f"Invalid {said} value: {format_value(value)}. {name} must be {_bound(found)}."
-        )
+    if not (-_ROUNDING if name == "lr" else 0.0) <= found < math.inf:
+        raise _invalid(name, value, "at least 0" if found < 0 else "finite")
 
 
 def check_positive(name: str, value: Any) -> None:
     """Refuse zero, too."""
     _non_negative(name, value)
     if not value > 0.0:
-        said = "epsilon" if name == "eps" else name
-        raise InputError(
-            f"Invalid {said} value: {format_value(value)}. {name} must be greater than 0."
-        )
-
-
-def _bound(value: float) -> str:
-    return "at least 0" if value < 0 else "finite"
+        raise _invalid(name, value, "greater than 0")
 
 
 def _finite(name: str, value: Any) -> None:
     if not math.isfinite(as_number(name, value)):
-        raise InputError(f"Invalid {name} value: {format_value(value)}. {name} must be finite.")
+        raise _invalid(name, value, "finite")
 
 
 def _betas(name: str, value: Any) -> None:
-    """Refuse averages that would never forget, or grow."""
     found = as_pair(value)
     if found is None:
         raise InputError(message(f"{name} must be a pair of numbers", format_value(value)))
@@ -191,30 +176,28 @@ def as_pair(value: Any) -> tuple[Any, Any] | None:
         return None
 
 
-def _switch(name: str, value: Any) -> None:
-    """Refuse what is neither true nor false; 0, 1 and one-element tensors will do."""
+def _is_switch(value: Any) -> bool:
+    """Whether a value is true or false; 0, 1 and one-element tensors will do."""
     found = _element(value) if hasattr(value, "item") else value
-    if not isinstance(found, int) or found not in (0, 1):
+    return isinstance(found, int) and found in (0, 1)
+
+
+def _switch(name: str, value: Any) -> None:
+    if not _is_switch(value):
         raise InputError(message(f"{name} must be True or False", format_value(value)))
 
 
 def _flag(name: str, value: Any) -> None:
-    """Refuse anything but a bool."""
     if not isinstance(value, bool):
         raise InputError(message(f"{name} must be True or False", format_value(value)))
 
 
 def _switch_or_none(name: str, value: Any) -> None:
-    if value is not None:
-        try:
-            _switch(name, value)
-        except InputError:
-            requirement = f"{name} must be True, False or None"
-            raise InputError(message(requirement, format_value(value))) from None
+    if value is not None and not _is_switch(value):
+        raise InputError(message(f"{name} must be True, False or None", format_value(value)))
 
 
-def _bias_correction(name: str, value: Any) -> None:
-    modes = get_args(BiasCorrectionMode)
+def _one_of(modes: tuple[str, ...], name: str, value: Any) -> None:
     if not isinstance(value, str) or value not in modes:
         requirement = f"{name} must be one of {', '.join(modes)}"
         raise InputError(message(requirement, format_value(value)))
@@ -252,12 +235,14 @@ class Option(NamedTuple):
     no_op: tuple[Any, ...] = ()
 
 
+_TORCH_KERNEL = "for torch's kernel; with ``None``, the core runs dense gradients on the CPU."
+
 # Every option of every optimizer. A docstring may describe one of its own in another way.
 OPTIONS: dict[str, Option] = {
-    "lr": Option("learning rate, a number or a one-element tensor.", _learning_rate),
+    "lr": Option("learning rate, a number or a one-element tensor.", _non_negative),
     "betas": Option("decay rates of the running averages of the gradient and its square.", _betas),
     "eps": Option("added to the square root.", _non_negative),
-    "weight_decay": Option(r"strength of the weight decay, :math:`\lambda`.", _non_negative, (0,)),
+    "weight_decay": Option(r"decay coefficient, :math:`\lambda`.", _non_negative, (0,)),
     "decoupled_weight_decay": Option(
         "shrink the parameter by ``lr * weight_decay``, as AdamW does, instead of adding to the "
         "gradient.",
@@ -279,17 +264,23 @@ OPTIONS: dict[str, Option] = {
     "l1": Option(r"strength of L1 regularization, :math:`\lambda_1`.", _non_negative, (0,)),
     "l2": Option(r"strength of L2 regularization, :math:`\lambda_2`.", _non_negative, (0,)),
     "maximize": Option("maximize the objective instead of minimizing it.", _switch, (False,)),
-    "foreach": Option("for torch's kernel.", _switch_or_none, (None, False)),
-    "capturable": Option("for torch's kernel.", _switch, (False,)),
-    "differentiable": Option("for torch's kernel; dense gradients only.", _switch, (False,)),
-    "fused": Option("for torch's kernel.", _switch_or_none, (None, False)),
+    "foreach": Option(_TORCH_KERNEL, _switch_or_none, (None, False)),
+    "capturable": Option("passed to torch's kernel.", _switch, (False,)),
+    "differentiable": Option("passed to torch's kernel; dense gradients only.", _switch, (False,)),
+    "fused": Option(_TORCH_KERNEL, _switch_or_none, (None, False)),
     "bias_correction": Option(
         'by the steps of the parameter (``"global"``) or the row (``"per_row"``).',
-        _bias_correction,
+        partial(_one_of, get_args(BiasCorrectionMode)),
         ("global",),
     ),
+    "dense": Option(
+        'the formula for parameters with dense gradients: of rows (``"rowwise"``), or the '
+        'element-wise one (``"elementwise"``).',
+        partial(_one_of, get_args(DenseMode)),
+        ("rowwise",),
+    ),
     "engine": Option(
-        '``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; they agree.'
+        '``"auto"``, ``"native"``, ``"reference"``, or ``"triton"`` for a GPU; same results.'
     ),
     "semantics": Option(
         'what a missing entry means: no update (``"masked"``) or zero (``"dense"``).'
@@ -313,9 +304,7 @@ OPTIONS: dict[str, Option] = {
 
 # Options that are numbers, and those that are True or False.
 NUMBERS = frozenset(
-    name
-    for name, option in OPTIONS.items()
-    if option.check in (_learning_rate, _non_negative, _finite)
+    name for name, option in OPTIONS.items() if option.check in (_non_negative, _finite)
 )
 SWITCHES = frozenset(name for name, option in OPTIONS.items() if option.check in (_switch, _flag))
 
@@ -329,6 +318,7 @@ GROUP_DEFAULTS: dict[str, Any] = {
     for name in (
         "bias_correction",
         "decoupled_weight_decay",
+        "dense",
         "mask",
         "rounding_seed",
         "state_dtype",
@@ -356,9 +346,7 @@ class SharedOptions(TypedDict, total=False):
 def check_torch_kernel_options(group: Mapping[str, Any], *, takes_tensors: bool) -> None:
     """Refuse combinations of options that torch's kernels refuse, before any of them is called.
 
-    Args:
-        group: the param group, whose options are each valid.
-        takes_tensors: whether the foreach kernel takes tensors for ``lr`` and ``betas``.
+    The foreach kernels of some rules take no tensors for ``lr`` and ``betas``.
     """
     foreach, fused = group.get("foreach"), group.get("fused")
     if fused and group.get("differentiable"):
@@ -375,6 +363,22 @@ def check_torch_kernel_options(group: Mapping[str, Any], *, takes_tensors: bool)
                 )
 
 
+def torch_kernel_choice(group: Mapping[str, Any]) -> str:
+    """Return the option that asks for torch's own kernel; empty if none does.
+
+    Example:
+        >>> torch_kernel_choice({"foreach": None}), torch_kernel_choice({"foreach": False})
+        ('', 'foreach=False')
+    """
+    for name in ("differentiable", "capturable"):
+        if group.get(name):
+            return f"{name}=True"
+    for name in ("foreach", "fused"):
+        if group.get(name) is not None:
+            return f"{name}={bool(group[name])}"
+    return ""
+
+
 def get_option(group: dict[str, Any], name: str) -> Any:
     """A param group's value of an option, or the extra's default."""
     return group[name] if name in group else GROUP_DEFAULTS[name]
@@ -387,7 +391,11 @@ def non_default(extras: dict[str, Any]) -> dict[str, Any]:
         >>> non_default({"state_dtype": None, "bias_correction": "per_row"})
         {'bias_correction': 'per_row'}
     """
-    found = {k: v for k, v in extras.items() if not _is_default(v, GROUP_DEFAULTS[k])}
+    found = {}
+    for name, value in extras.items():
+        default = GROUP_DEFAULTS[name]
+        if value is not default and not (isinstance(value, type(default)) and value == default):
+            found[name] = value
     if uses_random_rounding(found):
         found.setdefault("rounding_seed", torch.initial_seed())
     return found
@@ -414,10 +422,6 @@ def ensure_seed(group: dict[str, Any]) -> int | None:
     return seed
 
 
-def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (isinstance(value, type(default)) and value == default)
-
-
 def check_group_keys(
     group: dict[str, Any],
     known: Collection[str],
@@ -425,12 +429,8 @@ def check_group_keys(
 ) -> None:
     """Refuse keys of a param group that are meant for an option and would be ignored.
 
-    Other keys are the user's own notes, as with torch.
-
-    Args:
-        group: the param group.
-        known: the options that the optimizer has.
-        neutral: which values of others ask for nothing.
+    Other keys are the user's own notes, as with torch. An option that is not ``known`` to the
+    optimizer may have a ``neutral`` value.
 
     Example:
         >>> check_group_keys({"params": [], "weight_decay": 0.0, "layer": 7}, known=["lr"])
@@ -442,7 +442,12 @@ Choose another name for a key of your own.
     """
     names = frozenset(known)
     unknown = [name for name in neutral if name in group and name not in names]
-    alien = sorted(name for name in unknown if not _is_no_op(neutral[name], group[name]))
+    plain = int | float | str | None  # others may have no truth value
+    alien = sorted(
+        name
+        for name in unknown
+        if not isinstance(group[name], plain) or group[name] not in neutral[name]
+    )
     if alien:
         requirement = f"it may only set {', '.join(dict.fromkeys(known))}"
         raise InputError(message(requirement, ", ".join(alien)))
@@ -464,13 +469,8 @@ Choose another name for a key of your own.
 _NOT_OPTIONS = ("params", "param_names")
 
 
-def _is_no_op(values: tuple[Any, ...], value: Any) -> bool:
-    return isinstance(value, int | float | str | None) and value in values
-
-
 @lru_cache(maxsize=256)  # with a scheduler, in every step
 def _closest_option(key: str, names: frozenset[str]) -> str | None:
-    """The option that was most likely meant; ``None`` for a key that is like none of them."""
     plain = key.lower().replace("-", "_")
     letters = sorted(plain)
     for name in sorted(names):
@@ -485,8 +485,8 @@ def as_float(value: Any) -> float:
     """Return an option that may be a one-element tensor or a NumPy scalar as a Python number."""
     if isinstance(value, int | float):
         return value
-    as_number: float = value.item() if hasattr(value, "item") else float(value)
-    return as_number
+    number: float = value.item() if hasattr(value, "item") else float(value)
+    return number
 
 
 def as_floats(value: Any) -> Any:

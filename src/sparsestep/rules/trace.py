@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from sys import getrefcount
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from sparsestep.rules.rule import Rule
 
+Value = TypeVar("Value")
+
 
 class TraceError(Exception):
     """A formula does something that is no operation on single elements or rows."""
-
-
-class ValueRef(NamedTuple):
-    """A value of a program, by the place of the operation that makes it."""
-
-    place: int
 
 
 class ConstantRef(NamedTuple):
@@ -30,17 +26,8 @@ class ConstantRef(NamedTuple):
     place: int
 
 
-# Made once: a formula is traced in every step.
-_VALUES = tuple(map(ValueRef, range(256)))
-_NUMBERS = tuple(map(ConstantRef, range(256)))
-
-
-def value_ref(place: int) -> ValueRef:
-    """The value of a place."""
-    return _VALUES[place] if place < len(_VALUES) else ValueRef(place)
-
-
-Argument: TypeAlias = ValueRef | ConstantRef
+# A value, by the place of the operation that makes it, or a number.
+Argument: TypeAlias = int | ConstantRef
 
 
 class Operation(NamedTuple):
@@ -57,6 +44,11 @@ class Operation(NamedTuple):
     per_row: bool
 
 
+def values_in(arguments: Iterable[Argument]) -> list[int]:
+    """The values among some arguments, without the numbers."""
+    return [argument for argument in arguments if isinstance(argument, int)]
+
+
 @dataclass
 class Program:
     """What a formula does.
@@ -64,19 +56,17 @@ class Program:
     Attributes:
         inputs: names of its first values: the parameter, its gradient, and the state.
         operations: one for each value, inputs first.
-        numbers: in the order in which operations take them.
+        constants: in the order in which operations take them.
         results: the new parameter and state.
-        asks_for_float32: whether the formula converts to float32, which is what it has anyway
-            unless the arithmetic is in float64.
-        allow_float64: whether the machine that it is for can compute in float64 what a formula asks
-            for in float64.
+        allow_float64: whether the formula may compute in float64, besides other values.
+        casts_to_float32: whether the formula converts to float32, which rules out float64 tensors.
+        tracers: of its values, while it is traced; the first one is never passed to the formula.
 
     Example:
         >>> def update(param, grad, sum, *, lr):
         ...     sum = sum + grad * grad
         ...     return param - lr * grad / sum.sqrt(), sum
         >>> from sparsestep.rules.rule import Rule, StateSpec
-        >>> from sparsestep.rules.trace import trace
         >>> trace(Rule("mine", update, (StateSpec("sum"),)), 1, {"lr": 0.5})
         param, grad, sum
         v3 = mul(grad, grad)
@@ -94,28 +84,22 @@ class Program:
     results: tuple[int, ...] = ()
     allow_float64: bool = False
     casts_to_float32: bool = False
+    tracers: list[Tracer] = field(default_factory=list)
 
     @property
     def structure(self) -> tuple[Any, ...]:
         """Everything but the numbers: programs that are alike in it are run by the same code."""
         return self.inputs, tuple(self.operations), self.results
 
-    def add(self, name: str, arguments: Sequence[Any], *, per_row: bool) -> int:
-        """Write down an operation; the place of its value.
-
-        Args:
-            name: of the operation.
-            arguments: places as ``Value``, or numbers.
-            per_row: whether its value is one number for each row.
-        """
+    def add(self, name: str, arguments: Sequence[int | float], *, per_row: bool) -> int:
+        """Append an operation on values, given by place, and numbers; return its place."""
         found: list[Argument] = []
         for argument in arguments:
-            if type(argument) is ValueRef:
+            if type(argument) is int:
                 found.append(argument)
             else:
-                place = len(self.constants)
-                self.constants.append(float(argument))
-                found.append(_NUMBERS[place] if place < len(_NUMBERS) else ConstantRef(place))
+                found.append(ConstantRef(len(self.constants)))
+                self.constants.append(argument)
         self.operations.append(Operation(name, tuple(found), per_row))
         return len(self.operations) - 1
 
@@ -125,73 +109,46 @@ class Program:
             if operation.name != "input":
                 arguments = ", ".join(map(self._shown, operation.arguments))
                 lines.append(f"v{place} = {operation.name}({arguments})")
-        results = ", ".join(self._shown(ValueRef(place)) for place in self.results)
+        results = ", ".join(map(self._shown, self.results))
         return "\n".join([*lines, f"return {results}"])
 
     def _shown(self, argument: Argument) -> str:
         if isinstance(argument, ConstantRef):
             return repr(self.constants[argument.place])
-        is_input = argument.place < len(self.inputs)
-        return self.inputs[argument.place] if is_input else f"v{argument.place}"
+        return self.inputs[argument] if argument < len(self.inputs) else f"v{argument}"
 
-    def run(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """The results for tensors, one operation after the other: what every machine must compute.
-
-        Args:
-            values: the parameter, its gradient and the state, as the rule takes them.
+    def evaluate(
+        self,
+        inputs: Sequence[Value],
+        constant: Callable[[float], Value],
+        apply: Callable[[str, list[Value]], Value],
+    ) -> list[Value]:
+        """Evaluate the program in any arithmetic.
 
         Example:
-            >>> program = Program(("param", "grad"))
-            >>> for _ in program.inputs:
-            ...     _ = program.add("input", (), per_row=False)
-            >>> program.results = (program.add("sub", (ValueRef(0), ValueRef(1)), per_row=False),)
-            >>> program.run([torch.ones(1, 2), torch.full((1, 2), 0.25)])
-            [tensor([[0.7500, 0.7500]])]
+            >>> from sparsestep.rules.rule import Rule
+            >>> program = trace(Rule("mine", lambda param, grad: param - 0.5 * grad), 1, {})
+            >>> program.evaluate(["a", "b"], str, lambda name, given: f"{name}({', '.join(given)})")
+            ['sub(a, mul(0.5, b))']
         """
-        found: list[Tensor] = []
-        wide = float64_values(self.operations)
-        for place, (name, arguments, _) in enumerate(self.operations):
-            if name == "input":
-                found.append(values[place])
-                continue
-            dtype = torch.float64 if wide[place] else values[0].dtype
+        found = list(inputs)
+        for name, arguments, _ in self.operations[len(inputs) :]:
             given = [
-                found[argument.place]
-                if isinstance(argument, ValueRef)
-                else torch.tensor(self.constants[argument.place], dtype=dtype)
+                constant(self.constants[argument.place])
+                if isinstance(argument, ConstantRef)
+                else found[argument]
                 for argument in arguments
             ]
-            found.append(given[0].to(dtype) if name in CASTS else OPERATIONS[name](*given))
-        return [found[place].expand_as(like).clone() for place, like in self._results(found)]
-
-    def _results(self, found: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        """The results, each with the input that it replaces."""
-        inputs = [0, *range(2, len(self.inputs))]
-        return [(place, found[old]) for place, old in zip(self.results, inputs, strict=True)]
-
-
-def float64_values(operations: Sequence[Operation]) -> list[bool]:
-    """Which values are computed in float64, whatever the others are: from "wide" up to "narrow".
-
-    Example:
-        >>> a = Operation("input", (), per_row=True)
-        >>> b = Operation("wide", (ValueRef(0),), per_row=True)
-        >>> c = Operation("sqrt", (ValueRef(1),), per_row=True)
-        >>> float64_values([a, b, c, Operation("narrow", (ValueRef(2),), per_row=True)])
-        [False, True, True, False]
-    """
-    found: list[bool] = []
-    for name, arguments, _ in operations:
-        among = any(found[a.place] for a in arguments if isinstance(a, ValueRef))
-        found.append(name == "wide" or (among and name != "narrow"))
-    return found
+            found.append(apply(name, given))
+        return [found[place] for place in self.results]
 
 
 def _as_float(condition: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda a, b: condition(a, b).to(a.dtype)
 
 
-# Every operation there is: comparisons are 1 or 0, and ``where`` asks whether that is not zero.
+# Comparisons are 1 or 0, and ``where`` tests for zero. There are also ``wide``, to float64, and
+# ``narrow``, back to the dtype of all other values.
 OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
@@ -220,10 +177,7 @@ OPERATIONS: Mapping[str, Callable[..., Tensor]] = {
     "amax": lambda a: a.amax(1, keepdim=True),
 }
 
-# To float64, and back to what everything else is computed in.
-CASTS = ("wide", "narrow")
-
-# Those of a whole row, whose value is one number for it.
+# Operations on a whole row, whose value is one number for it.
 ROW_REDUCTIONS = ("mean", "sum", "amax")
 
 
@@ -232,35 +186,27 @@ def trace(
 ) -> Program:
     """Trace a rule's formula for one step.
 
-    Args:
-        rule: the rule.
-        step: the number of the update.
-        hyperparams: the options of its formula.
-        allow_float64: whether it may compute some of it in float64.
-
     Raises:
         TraceError: the formula reads values or shapes, or uses an operation without a form here.
     """
-    program = Program(
-        ("param", "grad", *(spec.name for spec in rule.state)), allow_float64=allow_float64
-    )
-    tracing = Trace(program)
+    program = Program(("param", "grad", *rule.state_names), allow_float64=allow_float64)
+    Tracer(program, 0)
     try:
-        program.results = _results(rule, tracing, step, hyperparams)
-        if tracing.is_kept():
+        program.results = _call_formula(rule, program, step, hyperparams)
+        counts = list(map(getrefcount, program.tracers))
+        if max(counts) > counts[0]:
             raise TraceError("it keeps a value after it returns")
     finally:
-        tracing.made.clear()
+        program.tracers.clear()
     return program
 
 
-def _results(
-    rule: Rule, tracing: Trace, step: int, hyperparams: Mapping[str, Any]
+def _call_formula(
+    rule: Rule, program: Program, step: int, hyperparams: Mapping[str, Any]
 ) -> tuple[int, ...]:
     kinds = [False, *(spec.per_row for spec in rule.state)]
     tracers = [
-        Tracer(tracing, tracing.program.add("input", (), per_row=per_row))
-        for per_row in (False, *kinds)
+        Tracer(program, program.add("input", (), per_row=per_row)) for per_row in (False, *kinds)
     ]
     counted = {"step": step} if rule.takes_step else {}
     with torch.no_grad():
@@ -274,48 +220,15 @@ def _results(
     return tuple(result.place for result in results)
 
 
-class Trace:
-    """A formula being traced.
-
-    Attributes:
-        program: the program so far.
-        made: all tracers; the first one is never passed to the formula.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.made: list[Tracer] = []
-        Tracer(self, 0)
-
-    def is_kept(self) -> bool:
-        """Whether the formula has kept a tracer."""
-        counts = list(map(getrefcount, self.made))
-        return max(counts) > counts[0]
-
-
 class Tracer:
-    """Symbolic tensor of any number of rows; operations on it are traced.
+    """Symbolic tensor of any number of rows; operations on it are traced."""
 
-    Args:
-        tracing: the trace it belongs to.
-        place: the index of its value in the program.
-    """
+    __slots__ = ("place", "program")
 
-    __slots__ = ("place", "tracing")
-
-    def __init__(self, tracing: Trace, place: int) -> None:
-        self.tracing: Trace = tracing
+    def __init__(self, program: Program, place: int) -> None:
+        self.program: Program = program
         self.place: int = place
-        tracing.made.append(self)
-
-    @property
-    def program(self) -> Program:
-        """The program so far."""
-        return self.tracing.program
-
-    def like(self, place: int) -> Tracer:
-        """Return a tracer of another value of the same program."""
-        return Tracer(self.tracing, place)
+        program.tracers.append(self)
 
     @property
     def is_per_row(self) -> bool:
@@ -356,7 +269,7 @@ _ALIASES = {
 
 
 def trace_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
-    """Write down what a function of torch does."""
+    """Trace a call of a function of torch."""
     is_in_place = name.endswith("_") and not name.endswith("__")
     name = name.rstrip("_") if is_in_place else name
     name = _ALIASES.get(name, name)
@@ -386,20 +299,20 @@ def _trace_primitive(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def emit(name: str, *args: Any) -> Tracer:
-    """Write down an operation."""
-    tracing: Trace | None = None
-    given: list[ValueRef | float] = []
+    """Append an operation to the program of its arguments."""
+    program: Program | None = None
+    given: list[int | float] = []
     per_row = True
     for arg in args:
         if type(arg) is Tracer:
-            tracing = arg.tracing
-            per_row = per_row and tracing.program.operations[arg.place].per_row
-            given.append(value_ref(arg.place))
+            program = arg.program
+            per_row = per_row and program.operations[arg.place].per_row
+            given.append(arg.place)
         else:
             given.append(arg if type(arg) is float else _as_constant(arg))
-    if tracing is None:
+    if program is None:
         raise TraceError(f"it calls {name} on numbers alone")
-    return Tracer(tracing, tracing.program.add(name, given, per_row=per_row))
+    return Tracer(program, program.add(name, given, per_row=per_row))
 
 
 def _as_constant(arg: Any) -> float:
@@ -411,12 +324,11 @@ def _as_constant(arg: Any) -> float:
 
 
 def _row_reduction(name: str, row: Tracer, dim: Any = None, keepdim: bool = False) -> Tracer:
-    """A sum over the elements of each row."""
     if isinstance(dim, tuple | list) and len(dim) == 1:
         (dim,) = dim
     if dim not in (1, -1) or not keepdim or row.is_per_row:
         raise TraceError(f"it takes a {name} other than over rows, with dim=1 and keepdim=True")
-    return row.like(row.program.add(name, (ValueRef(row.place),), per_row=True))
+    return Tracer(row.program, row.program.add(name, (row.place,), per_row=True))
 
 
 def _norm(
@@ -496,7 +408,7 @@ def _copy_from(value: Tracer, other: Any) -> Tracer:
 
 
 _DECOMPOSITIONS: dict[str, Callable[..., Tracer]] = {
-    "clone": lambda value, **_: value.like(value.place),
+    "clone": lambda value, **_: Tracer(value.program, value.place),
     "copy": _copy_from,
     "fill": _full_like,
     "full_like": _full_like,
@@ -528,10 +440,6 @@ _DECOMPOSITIONS: dict[str, Callable[..., Tracer]] = {
 }
 
 
-def _reflected(name: str) -> Callable[[Tracer, Any], Tracer]:
-    return lambda self, other: emit(name, other, self)
-
-
 def _define_methods() -> None:
     for name in (*OPERATIONS, *_DECOMPOSITIONS, *_ALIASES):
         for each in (name, f"{name}_") if name != "where" else ():
@@ -548,7 +456,7 @@ def _define_operators() -> None:
         made = _DECOMPOSITIONS.get(name, partial(emit, name))
         setattr(Tracer, f"__{sign}__", lambda a, b, made=made: made(a, b))
         setattr(Tracer, f"__i{sign}__", lambda a, b, name=name: trace_call(f"{name}_", (a, b), {}))
-        setattr(Tracer, f"__r{sign}__", _reflected(name))
+        setattr(Tracer, f"__r{sign}__", lambda a, b, name=name: emit(name, b, a))
     for name in ("lt", "le", "gt", "ge", "eq", "ne"):
         setattr(Tracer, f"__{name}__", lambda a, b, name=name: emit(name, a, b))
     for sign, name in {"neg": "neg", "abs": "abs", "invert": "logical_not"}.items():

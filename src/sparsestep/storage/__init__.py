@@ -14,3 +14,7 @@ __all__ = [
     "save",
     "writing",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

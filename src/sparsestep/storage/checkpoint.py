@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import sys
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -20,7 +21,7 @@ from sparsestep._process import uninterrupted
 from sparsestep._torch import version_of
 from sparsestep.errors import InputError, first_error, is_out_of_memory, memory_errors, message
 from sparsestep.memory import lazy
-from sparsestep.memory.formats import TABLE, RowField, dtype_name
+from sparsestep.memory.formats import TABLE, FileHeader, dtype_name
 from sparsestep.memory.mapped_file import MappedFile, file_of, open_file
 from sparsestep.memory.mapped_state import copy_rows, to_be_replaced
 from sparsestep.memory.replace_file import Replacements
@@ -45,30 +46,23 @@ class _TableFiles(NamedTuple):
 
 
 class MappedState:
-    """The tensors of a model and its optimizer that lie in files, and everything else.
-
-    Attributes:
-        files: by the name of their table.
-        places: every tensor in them, by name.
-        rest: the state dicts without them.
-    """
+    """The tensors of a model and its optimizer that lie in files, and everything else."""
 
     def __init__(self, model: nn.Module, optimizer: RuleOptimizer) -> None:
         optimizer.catch_up()
         optimizer.complete_state()
         self._model, self._optimizer = model, optimizer
         self._tables: dict[int, _TableFiles] = {}
-        self.places: dict[str, Place] = {}
-        saved: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
+        self.places: dict[str, Place] = {}  # every tensor in files, by name
+        self.rest: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
         for name, value in model.state_dict().items():
             file = file_of(value) if isinstance(value, Tensor) else None
             if file is None:
-                saved["model"][name] = value
+                self.rest["model"][name] = value
             else:
                 self._add_table(f"model.{name}", value, file)
-        self._add_state(saved["optimizer"])
-        self.rest = saved
-        self.files: dict[str, MappedFile] = {
+        self._add_state(self.rest["optimizer"])
+        self.files: dict[str, MappedFile] = {  # by the name of their table
             name: file for table in self._tables.values() for name, file in table.files.items()
         }
 
@@ -170,13 +164,12 @@ class MappedState:
 
     def check(self, manifest: Manifest) -> None:
         """Refuse a checkpoint of other tables."""
-        own, there = {}, {}
-        for name, (file, key) in self.places.items():
-            own[name] = _form_in_rows(file.shape[0], file.layout.fields[key])
-        for layout in (table.layout for table in manifest.tables):
-            fields = layout.header.layout.fields
-            for name, key in layout.tensors.items():
-                there[name] = _form_in_rows(layout.shape[0], fields[key])
+        own = {name: _form_in_file(file.header, key) for name, (file, key) in self.places.items()}
+        there = {
+            name: _form_in_file(table.layout.header, key)
+            for table in manifest.tables
+            for name, key in table.layout.tensors.items()
+        }
         if own != there:
             requirement = "load: model and optimizer must have the same tables in files as they had"
             raise InputError(message(requirement, f"{own} instead of {there}"))
@@ -189,10 +182,9 @@ class MappedState:
             if _form(own[name]) != _form(there[name]):
                 other.add(name)
         if other:
-            requirement = (
-                "load: the model must have the checkpoint's parameters, buffers and shapes"
-            )
-            raise InputError(message(requirement, f"differences in {', '.join(sorted(other))}"))
+            needed = "the checkpoint's parameters, buffers and shapes"
+            got = f"differences in {', '.join(sorted(other))}"
+            raise InputError(message(f"load: the model must have {needed}", got))
 
     def prepare(self, rest: dict[str, Any]) -> Callable[[ExitStack], None]:
         """Prepare to load everything but the tables; returns a function that registers its undo."""
@@ -220,9 +212,10 @@ class MappedState:
         return load
 
 
-def _form_in_rows(count: int, field: RowField) -> tuple[list[int], str]:
+def _form_in_file(header: FileHeader, key: str) -> tuple[list[int], str]:
     """Shape and dtype of a tensor in a file."""
-    return [count, *field.shape], dtype_name(field.dtype)
+    field = header.layout.fields[key]
+    return [header.shape[0], *field.shape], dtype_name(field.dtype)
 
 
 def _form(value: Any) -> object:
@@ -356,7 +349,7 @@ def _write(folder: Path, before: Manifest | None, what: MappedState, extra: Any)
     """Write the files of a new checkpoint: a journal if the previous one has the rest."""
     number = 1 if before is None else before.number + 1
     rest = journal.write_rest(folder, number, {**what.rest, "extra": extra})
-    manifest = Manifest(journal.new_id(), number, [], [], rest)
+    manifest = Manifest(uuid.uuid4().hex, number, [], [], rest)
     if before is not None and what.is_saved_in(before) and journal.has_all_files(folder, before):
         rows = what.written_rows(before)
         size = journal.journal_bytes([each.part for each in rows], before.tables)
@@ -400,13 +393,12 @@ def _stage(folder: Path, manifest: Manifest, what: MappedState, replacements: Re
     """Write what the files of the tables will be to temporary files, and verify it."""
     copies, others = {}, {}
     for number, table in enumerate(manifest.tables):
-        layout = table.layout
+        layout, header = table.layout, table.layout.header
         is_alike = what.is_laid_out_alike(manifest, layout.name)
         file = what.places[layout.name].file
         role = "loading" if is_alike else f"source-{number}"
         path, descriptor = replacements.create(file, role)
         journal.copy_base(folder, table, descriptor)
-        header = layout.header
         copies[number] = open_file(path, header.shape, header.dtype, state=header.state)
         if is_alike:
             replacements.stage(file, copies[number])
@@ -420,10 +412,10 @@ def _stage(folder: Path, manifest: Manifest, what: MappedState, replacements: Re
         if id(file) not in alike
     }
     for number, layout in others.items():
-        with copies[number].read_in_order():
-            for name, key in layout.tensors.items():
-                place = what.places[name]
-                copy_rows(copies[number].tensor(key), staged[id(place.file)].tensor(place.key))
+        copies[number].advise("SEQUENTIAL")
+        for name, key in layout.tensors.items():
+            place = what.places[name]
+            copy_rows(copies[number].tensor(key), staged[id(place.file)].tensor(place.key))
 
 
 def _replace(

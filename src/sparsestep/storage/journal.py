@@ -22,10 +22,9 @@ import os
 import re
 import stat
 import sys
-import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -36,14 +35,7 @@ from torch import Tensor
 from sparsestep._process import uninterrupted
 from sparsestep.errors import InputError, first_error, is_out_of_memory, message
 from sparsestep.memory import disk, formats
-from sparsestep.memory.formats import (
-    TABLE,
-    FileHeader,
-    Readable,
-    RowField,
-    check_version,
-    read_header,
-)
+from sparsestep.memory.formats import TABLE, FileHeader, Readable, RowField, check_version
 from sparsestep.memory.mapped_file import MappedFile
 
 MANIFEST = "manifest.json"
@@ -67,17 +59,11 @@ _REMEDY = "The disk or another program has changed it: use an earlier checkpoint
 
 @dataclass
 class FileEntry(Readable):
-    """A file of a checkpoint, which is written once.
-
-    Attributes:
-        file: its name in the folder.
-        bytes: its size.
-        crc: its checksum.
-    """
+    """A file of a checkpoint, which is written once."""
 
     noun = "a file"
 
-    file: str
+    file: str  # its name in the folder
     bytes: int
     crc: int
 
@@ -90,25 +76,16 @@ class FileEntry(Readable):
 
 @dataclass
 class Layout(Readable):
-    """How tensors lie in a file.
-
-    Attributes:
-        name: of the table.
-        shape: of the table.
-        dtype: of the table.
-        row_bytes: the distance from one row of the file to the next.
-        room: the state that a row of the file has room for.
-        inside: the names of the state tensors that lie in this room, each with its key there.
-    """
+    """How tensors lie in a file."""
 
     noun = "a table"
 
-    name: str
+    name: str  # of the table; shape and dtype likewise
     shape: tuple[int, ...]
     dtype: torch.dtype
-    row_bytes: int
-    room: dict[str, RowField]
-    inside: dict[str, str]
+    row_bytes: int  # from one row of the file to the next
+    room: dict[str, RowField]  # the state that a row of the file has room for
+    inside: dict[str, str]  # the names of the state tensors in this room, each with its key there
 
     @property
     def tensors(self) -> dict[str, str]:
@@ -153,17 +130,12 @@ class TableEntry(Readable):
 
 @dataclass
 class JournalPart(Readable):
-    """Rows of some tables in a journal: the row numbers, then the rows of each table.
-
-    Attributes:
-        tables: indices of the tables in the manifest.
-        rows: how many rows.
-    """
+    """Rows of some tables in a journal: the row numbers, then the rows of each table."""
 
     noun = "a part of a journal"
 
-    tables: list[int]
-    rows: int
+    tables: list[int]  # indices in the manifest
+    rows: int  # how many
 
 
 @dataclass
@@ -199,21 +171,13 @@ def journal_bytes(parts: list[JournalPart], tables: list[TableEntry]) -> int:
 
 @dataclass
 class Manifest(Readable):
-    """Content of a checkpoint.
+    """Content of a checkpoint."""
 
-    Attributes:
-        id: random. Two checkpoints with the same id have the same content.
-        number: one more than that of the previous checkpoint in the folder; part of file names.
-        tables: the tables in files.
-        journals: from the oldest to the latest; to be applied to the bases in this order.
-        rest: everything else.
-    """
-
-    id: str
-    number: int
-    tables: list[TableEntry]
-    journals: list[Journal]
-    rest: FileEntry
+    id: str  # random: two checkpoints with the same id have the same content
+    number: int  # one more than that of the previous checkpoint in the folder
+    tables: list[TableEntry]  # in files
+    journals: list[Journal]  # the oldest first; applied to the bases in this order
+    rest: FileEntry  # everything else
 
     @property
     def files(self) -> Iterator[FileEntry]:
@@ -239,11 +203,6 @@ class Manifest(Readable):
     def crc(self) -> int:
         """Checksum of all fields."""
         return zlib.crc32(formats.dumps(self, sort_keys=True))
-
-
-def new_id() -> str:
-    """Return a random id for a checkpoint."""
-    return uuid.uuid4().hex
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -362,6 +321,10 @@ def _create(folder: Path, name: str) -> io.FileIO:
     return io.FileIO(path, "x+")
 
 
+class _DamagedError(Exception):
+    """What is wrong with a file of a checkpoint."""
+
+
 class _ChecksummedFile:
     """An open file, with size and checksum of everything written to it or read from it."""
 
@@ -379,16 +342,29 @@ class _ChecksummedFile:
             memory = memory[os.write(self._file.fileno(), memory) :]
 
     def read(self, size: int) -> Tensor:
-        """Read bytes; raises ``EOFError`` if the file has fewer."""
         data = torch.empty(size, dtype=torch.uint8)
         memory = left = _bytes_of(data)
         while left:
             count = self._file.readinto(left)
             if not count:
-                raise EOFError
+                raise _DamagedError("fewer bytes")
             left = left[count:]
         self._add(memory)
         return data
+
+    def verify(self, entry: FileEntry) -> None:
+        if self.crc != entry.crc:
+            raise _DamagedError("different bytes")
+
+
+@contextmanager
+def _reading(folder: Path, entry: FileEntry) -> Iterator[tuple[io.FileIO, _ChecksummedFile]]:
+    """Open a file of a checkpoint for reading; an error names the file."""
+    with _open_checked(folder, entry) as file:
+        try:
+            yield file, _ChecksummedFile(file)
+        except _DamagedError as error:
+            raise _changed(folder, entry, str(error)) from None
 
 
 def _bytes_of(data: Tensor) -> memoryview:
@@ -413,7 +389,7 @@ def write_base(folder: Path, name: str, file: MappedFile) -> FileEntry:
 def copy_base(folder: Path, table: TableEntry, target: int) -> None:
     """Copy the base of a table to an empty file, given by its descriptor, and verify it."""
     with _open_checked(folder, table.base) as source:
-        header = read_header(str(folder / table.base.file), source.fileno())
+        header = formats.read_header(str(folder / table.base.file), source.fileno())
         if header._replace(used=frozenset()) != table.layout.header:
             raise _changed(folder, table.base, "a header that differs from the manifest")
         if disk.copy_sparse(source.fileno(), target) != table.base.crc:
@@ -461,51 +437,39 @@ def _chunks(rows: Tensor, file: MappedFile) -> Iterator[Tensor]:
 def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) -> None:
     """Apply all journals to copies of the bases, by index of the table, and verify them."""
     for journal in manifest.journals:
-        with _open_checked(folder, journal.file) as file:
-            source = _ChecksummedFile(file)
-            try:
-                problem = _replay(source, folder, journal, manifest.tables, files)
-            except EOFError:
-                problem = "fewer bytes"
-            if not problem and source.crc != journal.file.crc:
-                problem = "different bytes"
-        if problem:
-            raise _changed(folder, journal.file, problem)
+        with _reading(folder, journal.file) as (_, source):
+            _check_journal_header(folder, journal.file, source)
+            for part in journal.parts:
+                some_files = [files[index] for index in part.tables]
+                rows = _read_rows(source, part.rows, min(file.shape[0] for file in some_files))
+                for file in some_files:
+                    _replay_rows(source, rows, file)
+            source.verify(journal.file)
 
 
-def _replay(
-    source: _ChecksummedFile,
-    folder: Path,
-    journal: Journal,
-    tables: list[TableEntry],
-    files: Mapping[int, MappedFile],
-) -> str | None:
-    """Apply a journal; returns what is wrong with it."""
+def _check_journal_header(folder: Path, entry: FileEntry, source: _ChecksummedFile) -> None:
     header = bytes(source.read(len(_JOURNAL_HEADER)).tolist())
     if header != _JOURNAL_HEADER:
         version = header.removeprefix(_JOURNAL_MAGIC).split(b"\n", 1)[0]
         if header.startswith(_JOURNAL_MAGIC) and version.isdigit() and len(version) < 10:
-            check_version(folder / journal.file.file, version, _JOURNAL_VERSION)
-        return "another header"
-    for part in journal.parts:
-        rows = source.read(part.rows * 8).view(torch.int64)
-        count = min(tables[index].layout.shape[0] for index in part.tables)
-        if not _are_rows(rows, count):
-            return f"rows outside of [0, {count})"
-        for index in part.tables:
-            files[index].reserve(rows)
-            words = files[index].words()
-            for some in _chunks(rows, files[index]):
-                data = source.read(len(some) * words[0].nbytes)
-                words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
-    return None
+            check_version(folder / entry.file, version, _JOURNAL_VERSION)
+        raise _DamagedError("another header")
 
 
-def _are_rows(rows: Tensor, count: int) -> bool:
-    """Whether row numbers are ascending and in range."""
-    if not len(rows) or int(rows[0]) < 0 or int(rows[-1]) >= count:
-        return False
-    return bool((rows[1:] > rows[:-1]).all())
+def _read_rows(source: _ChecksummedFile, count: int, num_rows: int) -> Tensor:
+    """Read row numbers, which must be ascending and in range."""
+    rows = source.read(count * 8).view(torch.int64)
+    if int(rows[0]) < 0 or int(rows[-1]) >= num_rows or not (rows[1:] > rows[:-1]).all():
+        raise _DamagedError(f"rows outside of [0, {num_rows})")
+    return rows
+
+
+def _replay_rows(source: _ChecksummedFile, rows: Tensor, file: MappedFile) -> None:
+    file.reserve(rows)
+    words = file.words()
+    for some in _chunks(rows, file):
+        data = source.read(len(some) * words[0].nbytes)
+        words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
 
 
 # The rest
@@ -553,15 +517,10 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> FileEntry:
 def read_rest(folder: Path, file: FileEntry) -> dict[str, Any]:
     """Read everything but the tables, and verify it."""
     handled = sys.exc_info()[1]
-    with _open_checked(folder, file) as raw, io.BufferedReader(raw) as buffered:
-        source = _ChecksummedFile(raw)
-        try:
-            while source.bytes < file.bytes:
-                source.read(min(_CHUNK_BYTES, file.bytes - source.bytes))
-        except EOFError:
-            raise _changed(folder, file, "fewer bytes") from None
-        if source.crc != file.crc:
-            raise _changed(folder, file, "different bytes")
+    with _reading(folder, file) as (raw, source), io.BufferedReader(raw) as buffered:
+        while source.bytes < file.bytes:
+            source.read(min(_CHUNK_BYTES, file.bytes - source.bytes))
+        source.verify(file)
         buffered.seek(0)
         try:
             found = torch.load(buffered, weights_only=True, map_location="cpu")
@@ -569,16 +528,16 @@ def read_rest(folder: Path, file: FileEntry) -> dict[str, Any]:
             first = first_error(error, handled)
             if isinstance(first, OSError) or is_out_of_memory(first):
                 raise first from None
-            raise _changed(folder, file, f"{type(error).__name__}: {error}") from None
+            raise _DamagedError(f"{type(error).__name__}: {error}") from None
     return _checked_rest(folder / file.file, found)
 
 
-def _checked_rest(path: Path, found: Any) -> dict[str, Any]:
-    if isinstance(found, dict) and type(found.get("version")) is int and found["version"] >= 0:
+def _checked_rest(path: Path, content: Any) -> dict[str, Any]:
+    found: dict[str, Any] = content if isinstance(content, dict) else {}
+    if type(found.get("version")) is int and found["version"] >= 0:
         check_version(path, str(found["version"])[:9].encode(), _REST_VERSION)
     is_valid = (
-        isinstance(found, dict)
-        and found.keys() == {"version", "model", "optimizer", "extra"}
+        found.keys() == {"version", "model", "optimizer", "extra"}
         and isinstance(found["model"], dict)
         and isinstance(found["optimizer"], dict)
         and found["optimizer"].keys() >= {"state", "param_groups"}
@@ -588,5 +547,4 @@ def _checked_rest(path: Path, found: Any) -> dict[str, Any]:
     if not is_valid:
         requirement = f"{path} must hold the state dicts of a model and of an optimizer"
         raise InputError(message(requirement, "something else"))
-    result: dict[str, Any] = found
-    return result
+    return found

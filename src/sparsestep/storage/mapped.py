@@ -191,7 +191,7 @@ def _state_fields(
         remedy = "Pass sparsestep.Adam, or lambda params: sparsestep.Adam(params, amsgrad=True)"
         raise InputError(message(requirement, got, remedy))
     (group,) = made.param_groups
-    specs = made.stored_rule_for(group).state
+    specs = made.stored_rule_for(group, param).state
     return {
         spec.name: RowField(
             tuple(states.state_shape(spec, param)[1:]),

@@ -6,19 +6,17 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sparsestep._process import uninterrupted
 from sparsestep.distributed._handshake import Peers, as_documented
 from sparsestep.distributed.checkpoint import _manifest as manifest
 from sparsestep.distributed.checkpoint._manifest import (
     METADATA,
-    PART,
     Chunk,
     Entry,
     ShardManifest,
@@ -29,7 +27,6 @@ from sparsestep.distributed.checkpoint._reshard import (
     RowRemap,
     StoredTensor,
     VocabularyReader,
-    agree_alone,
 )
 from sparsestep.distributed.checkpoint._state import (
     CheckpointState,
@@ -37,9 +34,8 @@ from sparsestep.distributed.checkpoint._state import (
     read_targets,
     split_key,
 )
-from sparsestep.distributed.collectives import Collectives, new_group_like
+from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.errors import InputError, message
-from sparsestep.memory.disk import sync_folder
 from sparsestep.nn.vocabulary.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
 
@@ -50,15 +46,7 @@ StrPath: TypeAlias = str | os.PathLike[str]
 
 
 def check_folder(who: str, path: StrPath) -> Path:
-    """The folder that a user names.
-
-    Example:
-        >>> try:
-        ...     check_folder("save", None)
-        ... except InputError as error:
-        ...     print(error)
-        save: path must be a str or os.PathLike. Got None.
-    """
+    """The folder that a user names."""
     given: Any = path
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
         raise InputError(message(f"{who}: path must be a str or os.PathLike", repr(given)))
@@ -101,16 +89,16 @@ def _dcp_save(content: Content, folder: Path, peers: Peers) -> None:
     sums = peers.gather(writer.sums)
     with peers.agreeing(undo=writer.discard):
         _check_shared_disk(folder, save_id, peers, sums)
-    publication, error = _Publication(folder), None
+    error: BaseException | None = None
     if peers.rank == 0:
         try:
             files = {name: each for some in sums for name, each in some.items()}
             files[METADATA] = files.pop(manifest.pending_name(save_id))
             entries = _manifest_entries(metadata)
-            publication.run(ShardManifest(save_id, files, entries, content.about))
+            writer.publish(ShardManifest(save_id, files, entries, content.about))
         except BaseException as raised:
             error = as_documented(raised)
-    peers.agree(None if publication.is_done else error, undo=writer.discard)
+    peers.agree(None if writer.is_published else error, undo=writer.discard)
     if error is not None:
         raise error
 
@@ -130,46 +118,6 @@ def _check_shared_disk(
                 if not is_seen:
                     got = f"a path where rank {peers.rank} does not see {name!r} of rank {rank}"
                     raise InputError(message(requirement, got, "The checkpoint was not saved"))
-
-
-class _Publication:
-    """Makes a checkpoint the one that the folder has.
-
-    Attributes:
-        is_done: whether it is, even if an error or a signal came later.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.is_done: bool = False
-
-    def run(self, content: ShardManifest) -> None:
-        """Write the manifest and replace the earlier one."""
-        temporary = self._folder / f".{content.id}.json"
-        try:
-            with open(temporary, "wb") as file:
-                file.write(content.encode())
-                file.flush()
-                os.fsync(file.fileno())
-            uninterrupted(lambda: self._replace(temporary, content))
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
-
-    def _replace(self, temporary: Path, content: ShardManifest) -> None:
-        folder, pending = self._folder, manifest.pending_name(content.id)
-        os.replace(temporary, folder / manifest.NAME)
-        self.is_done = True  # so an error below must not make the checkpoint fail
-        with suppress(Exception):
-            sync_folder(folder)
-        with suppress(Exception):
-            os.replace(folder / pending, folder / METADATA)
-        with suppress(Exception):
-            for pattern in (f"__*{PART}", f".*{METADATA}", f".*{METADATA}.tmp", ".*.json"):
-                for path in folder.glob(pattern):
-                    if path.name not in (*content.files, pending):
-                        path.unlink()
 
 
 def _manifest_entries(metadata: Metadata) -> dict[str, Entry]:
@@ -194,29 +142,23 @@ def _dcp_async_save(content: Content, folder: Path, peers: Peers) -> Future[None
     group of some ranks: it derives the name from the number of groups that a process belongs to,
     which differs, and they would wait for each other forever.
     """
-    if peers.group is not None and peers.world_size < dist.get_world_size():
-        done: Future[None] = Future()
-        try:
-            _dcp_save(content, folder, peers)
-        except Exception as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-        return done
-    if peers.group is not None:  # the thread and training must not share a group
-        peers = Peers(new_group_like(None, "gloo"))
+    is_part = peers.group is not None and peers.world_size < dist.get_world_size()
+    group = None
+    if peers.group is not None and not is_part:  # the thread and training must not share a group
+        group = new_group("gloo")
+        peers = Peers(group)
     writer = ThreadPoolExecutor(1, "sparsestep-save")
-    saving = writer.submit(_save_and_destroy_group, content, folder, peers)
-    writer.shutdown(wait=False)
+    saving = writer.submit(_save_and_destroy_group, content, folder, peers, group)
+    writer.shutdown(wait=is_part)
     return saving
 
 
-def _save_and_destroy_group(content: Content, folder: Path, peers: Peers) -> None:
+def _save_and_destroy_group(content: Content, folder: Path, peers: Peers, group: Any) -> None:
     try:
         _dcp_save(content, folder, peers)
     finally:
-        if peers.group is not None:
-            dist.destroy_process_group(peers.group)
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 # Loading
@@ -231,11 +173,7 @@ class Checkpoint(NamedTuple):
 
     @staticmethod
     def open(folder: Path, peers: Peers) -> Checkpoint:
-        """Read the manifest and verify all files; all ranks call it.
-
-        Raises:
-            InputError: on all ranks, if a file is missing or damaged, or ranks see other files.
-        """
+        """Read the manifest and verify all files; all ranks call it."""
         with peers.agreeing():
             found = manifest.read(folder)
         ids = peers.gather(found.id)
@@ -457,7 +395,7 @@ def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
     readers, remaps = list[VocabularyReader](), dict[str, RowRemap]()
     for name, layout in layouts.vocabularies.items():
         options = Options(layout.rows, layout.shared, layout.admit, None)
-        each = VocabularyReader(name, Collectives(None), options, layout, stored, agree_alone)
+        each = VocabularyReader(name, Collectives(None), options, layout, stored)
         checkpoint.read(each.entries)
         each.reassign({name: stored[f"model.{name}"] for name in layout.tables}, {}, layout.tables)
         remaps.update(each.remaps)

@@ -5,6 +5,7 @@ Imported when a checkpoint is saved or loaded: the import of torch's part takes 
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,27 +25,35 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
+from sparsestep._process import uninterrupted
 from sparsestep.distributed.checkpoint._manifest import (
     METADATA,
+    NAME,
     PART,
     ShardManifest,
     Sum,
     pending_name,
 )
+from sparsestep.memory.disk import sync_folder
 
 
 class Writer(FileSystemWriter):
-    """Writes new files, never over those of an earlier checkpoint, and computes their checksums."""
+    """Writes new files, never over those of an earlier checkpoint, and computes their checksums.
+
+    Attributes:
+        is_published: whether they are the checkpoint of the folder, even if an error or a signal
+            came later.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._files = _Files(self.save_id)
         self._folder = folder
         self.fs: FileSystem = self._files
+        self.is_published: bool = False
 
     @property
     def sums(self) -> dict[str, Sum]:
-        """The files that this rank has written."""
         return self._files.sums
 
     def storage_meta(self) -> StorageMeta:
@@ -62,8 +71,30 @@ class Writer(FileSystemWriter):
             unique.append(replace(plan, storage_data=replace(plan.storage_data, prefix=prefix)))
         return unique
 
+    def publish(self, content: ShardManifest) -> None:
+        """Make the files of all ranks the checkpoint of the folder, in place of an earlier one."""
+        temporary = self._folder / f".{content.id}.json"
+        with self._files.create_stream(temporary, "wb") as file:
+            file.write(content.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        uninterrupted(lambda: self._replace(temporary, content))
+
+    def _replace(self, temporary: Path, content: ShardManifest) -> None:
+        folder, pending = self._folder, pending_name(content.id)
+        os.replace(temporary, folder / NAME)
+        self.is_published = True  # so an error below must not make the checkpoint fail
+        with suppress(Exception):
+            sync_folder(folder)
+        with suppress(Exception):
+            os.replace(folder / pending, folder / METADATA)
+        with suppress(Exception):
+            for pattern in (f"__*{PART}", f".*{METADATA}", f".*{METADATA}.tmp", ".*.json"):
+                for path in folder.glob(pattern):
+                    if path.name not in (*content.files, pending):
+                        path.unlink()
+
     def discard(self) -> None:
-        """Remove the files of this rank."""
         for name in self._files.names:
             with suppress(OSError):
                 (self._folder / name).unlink()
@@ -138,7 +169,6 @@ class Reader(FileSystemReader):
         self._manifest = manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Torch's form of the manifest."""
         tensors: dict[str, Any] = {}
         places = {}
         for key, each in self._manifest.entries.items():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, message
+from sparsestep.memory.formats import DTYPES, check_version, dtype_name, require_integer
 
 NAME = "sparsestep.json"
 METADATA = ".metadata"
@@ -48,8 +49,6 @@ class Chunk(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A stored tensor."""
-
     shape: torch.Size
     dtype: torch.dtype
     chunks: list[Chunk]
@@ -64,9 +63,8 @@ class ShardManifest(NamedTuple):
     about: Mapping[str, Any]  # TensorLayouts as JSON
 
     def encode(self) -> bytes:
-        """The bytes of the file."""
         entries = {
-            key: [list(each.shape), _name_of(each.dtype), [chunk[:5] for chunk in each.chunks]]
+            key: [list(each.shape), dtype_name(each.dtype), [chunk[:5] for chunk in each.chunks]]
             for key, each in self.entries.items()
         }
         body = {"id": self.id, "files": self.files, "tensors": entries, "about": self.about}
@@ -81,11 +79,7 @@ def _sealed(version: int, body: Any) -> bytes:
 
 
 def read(folder: Path) -> ShardManifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        InputError: there is none, it is damaged, or a newer release has written it.
-    """
+    """Read the manifest; raises if there is none, it is damaged, or of another version."""
     path = folder / NAME
     try:
         raw = path.read_bytes()
@@ -97,13 +91,9 @@ def read(folder: Path) -> ShardManifest:
     try:
         document = json.loads(raw)
         version = document["version"]
-        if type(version) is int and version > VERSION:
-            requirement = f"load: {str(path)!r} must have a format that this release reads"
-            got = f"one written by a newer sparsestep (format {version})"
-            remedy = f"This one reads up to {VERSION}: upgrade sparsestep"
-            raise InputError(message(requirement, got, remedy))
+        check_version(path, str(version).encode(), VERSION)
         # A changed byte that leaves the meaning as it is, such as the case of an escape, counts.
-        if version != VERSION or raw != _sealed(version, document["body"]):
+        if raw != _sealed(version, document["body"]):
             raise ValueError("wrong checksum")
         return _parsed(document["body"])
     except InputError:
@@ -113,23 +103,13 @@ def read(folder: Path) -> ShardManifest:
 
 
 def damaged(path: Path, got: str) -> InputError:
-    """The error for a file that has changed since it was written."""
     requirement = f"load: {str(path)!r} must be unchanged since the checkpoint was saved"
     remedy = "Nothing has been loaded. Use another checkpoint"
     return InputError(message(requirement, got, remedy))
 
 
 def verify(folder: Path, manifest: ShardManifest, names: list[str]) -> None:
-    """Compare files with the manifest: the size of every file, the checksum of some.
-
-    Args:
-        folder: the folder of the checkpoint.
-        manifest: its manifest.
-        names: the files whose checksum is compared.
-
-    Raises:
-        InputError: a file is missing or has changed.
-    """
+    """Compare files with the manifest: the size of every one, the checksum of those named."""
     for name, each in manifest.files.items():
         path = path_of(folder, manifest.id, name)
         try:
@@ -176,7 +156,7 @@ def _parsed(body: Mapping[str, Any]) -> ShardManifest:
 
 
 def _entry(files: Mapping[str, Sum], shape: Any, dtype: str, chunks: Any) -> Entry:
-    entry = Entry(torch.Size(map(count, shape)), _dtype_of(dtype), [])
+    entry = Entry(torch.Size(map(count, shape)), DTYPES[dtype], [])
     for offsets, sizes, file, offset, length in chunks:
         chunk = Chunk(list(map(count, offsets)), list(map(count, sizes)), file, offset, length)
         ends = [begin + size for begin, size in zip(chunk.offsets, chunk.sizes, strict=True)]
@@ -189,13 +169,10 @@ def _entry(files: Mapping[str, Sum], shape: Any, dtype: str, chunks: Any) -> Ent
 
 
 def count(value: Any) -> int:
-    """An integer of at least 0 that torch can take for a size; anything else raises."""
-    _require(type(value) is int and 0 <= value < 1 << 63)
-    return int(value)
+    return require_integer("a size", value)
 
 
 def _file_name(name: str) -> str:
-    """The name of a file in the folder itself."""
     _require(name == METADATA or (name.endswith(PART) and _is_plain(name.removesuffix(PART))))
     return name
 
@@ -214,14 +191,7 @@ def _require(condition: bool) -> None:
 
 
 def pack(value: Any) -> Any:
-    """Encode an option of a param group as JSON.
-
-    Example:
-        >>> pack((0.9, torch.float32, torch.tensor(0.5)))
-        {'tuple': [0.9, {'dtype': 'float32'}, {'tensor': ['float32', [], [0.5]]}]}
-        >>> unpack(pack((0.9, torch.float32, torch.tensor(0.5))))
-        (0.9, torch.float32, tensor(0.5000))
-    """
+    """Encode an option of a param group as JSON."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Integral):
@@ -235,10 +205,10 @@ def pack(value: Any) -> Any:
     if isinstance(value, dict):
         return {"dict": [[pack(key), pack(each)] for key, each in value.items()]}
     if isinstance(value, torch.dtype):
-        return {"dtype": _name_of(value)}
+        return {"dtype": dtype_name(value)}
     if isinstance(value, Tensor) and not value.is_complex():
         flat = value.detach().reshape(-1).tolist()
-        return {"tensor": [_name_of(value.dtype), list(value.shape), flat]}
+        return {"tensor": [dtype_name(value.dtype), list(value.shape), flat]}
     requirement = (
         "save: options of param groups must be numbers, strings, dtypes, tensors or None, "
         "or lists, tuples and dicts of these"
@@ -247,7 +217,6 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """Decode the result of :func:`pack`."""
     if isinstance(value, list):
         return [unpack(each) for each in value]
     if not isinstance(value, dict):
@@ -258,18 +227,7 @@ def unpack(value: Any) -> Any:
     if kind == "dict":
         return {unpack(key): unpack(each) for key, each in content}
     if kind == "dtype":
-        return _dtype_of(content)
+        return DTYPES[content]
     _require(kind == "tensor")
     dtype, shape, flat = content
-    return torch.tensor(flat, dtype=_dtype_of(dtype)).view([count(size) for size in shape])
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype) or _name_of(found) != name:
-        raise ValueError("not a dtype")
-    return found
+    return torch.tensor(flat, dtype=DTYPES[dtype]).view([count(size) for size in shape])

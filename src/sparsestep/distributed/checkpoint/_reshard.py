@@ -11,17 +11,16 @@ their new owners. An owner then knows for each of its rows which of the stored o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from sparsestep._torch import cat, stack
-from sparsestep.distributed._handshake import ExchangeKind
 from sparsestep.distributed._packing import concat
 from sparsestep.distributed._table import ShardedTable
 from sparsestep.distributed.collectives import Collectives
-from sparsestep.distributed.placement import ByRow, hash_owner
+from sparsestep.distributed.placement import hash_owner
 from sparsestep.distributed.vocabulary import RANK_SHIFT, Vocabulary
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import Init, drawn
@@ -36,16 +35,11 @@ _PADDING_ROW = -2  # beyond the table: all ranks have equally many
 _ROWS = ("ids", "counts", "seen")
 _CANDIDATES = ("candidate_ids", "candidate_counts")
 
-# ``(error, value) -> values of all ranks``. If any rank has an error, all ranks raise.
-AgreeFn: TypeAlias = Callable[[Exception | None, int], list[int]]
-
 
 # Tensors
 
 
 class StoredTensor(NamedTuple):
-    """Metadata of a tensor in a checkpoint."""
-
     shape: torch.Size
     dtype: torch.dtype
     rows: int = 0  # of the whole table; 0: not of a table
@@ -95,18 +89,13 @@ def _dtensor(ranks: Collectives, local: Tensor, dim: int, size: int) -> Any:
 
 def _row_ranks(table: ShardedTable | None) -> Collectives:
     """The ranks that have different rows of a table; this one alone if it reads all of them."""
-    match table and table.placement:
-        case ByRow():
-            assert table is not None
-            return table.collectives
-        case _:
-            return Collectives(None)
+    if table is None or table.row_stride == 1:
+        return Collectives(None)
+    return table.collectives
 
 
-def read_target(table: ShardedTable | None, stored: StoredTensor) -> ReadTarget | None:
-    """The target of this rank's shard of a tensor; ``None`` if it has no rows."""
-    if table is not None and not table.has_rows:
-        return None
+def read_target(table: ShardedTable | None, stored: StoredTensor) -> ReadTarget:
+    """The target of this rank's shard of a tensor, of which it has rows."""
     ranks = _row_ranks(table)
     if not stored.shape or ranks.world_size == 1:
         whole = torch.empty(stored.shape, dtype=stored.dtype)
@@ -120,7 +109,6 @@ def read_target(table: ShardedTable | None, stored: StoredTensor) -> ReadTarget 
 
 
 def column_target(ranks: Collectives, stored: StoredTensor) -> ReadTarget:
-    """The target of this rank's column, if as many ranks have saved."""
     column = torch.empty(stored.shape[0], 1, *stored.shape[2:], dtype=stored.dtype)
     return ReadTarget(_dtensor(ranks, column, 1, ranks.world_size), lambda: column.squeeze(1))
 
@@ -135,7 +123,6 @@ class RowBlock(NamedTuple):
 
 
 def block_target(ranks: Collectives, stored: StoredTensor) -> RowBlock:
-    """The block that this rank reads."""
     shape, num_columns = stored.shape, stored.num_columns if stored.has_columns else 1
     per_rank = -(-shape[0] // ranks.world_size)
     count = max(0, min(per_rank, shape[0] - per_rank * ranks.rank))
@@ -147,41 +134,23 @@ def block_target(ranks: Collectives, stored: StoredTensor) -> RowBlock:
 
 
 def gather_rows(ranks: Collectives, block: RowBlock, numbers: Tensor) -> Tensor:
-    """Rows of the whole, by number, from the ranks that have read them; zeros for those below 0.
-
-    Example:
-        >>> stored = StoredTensor(torch.Size([3]), torch.int64)
-        >>> block = block_target(Collectives(None), stored)
-        >>> block.target.copy_(torch.tensor([5, 6, 7]))
-        tensor([5, 6, 7])
-        >>> gather_rows(Collectives(None), block, torch.tensor([2, -1, 0]))
-        tensor([7, 0, 5])
-    """
+    """Rows of the whole, by number, from the ranks that have read them; zeros for those below 0."""
     places = (numbers >= 0).nonzero().squeeze(1)
-    wanted, shape = numbers[places], block.rows.shape[1:]
+    wanted, rows = numbers[places], block.rows
     requests = ranks.scatter_rows(wanted, wanted // max(1, block.per_rank))
-    row_bytes, counts = shape.numel() * block.rows.dtype.itemsize, requests.counts
-    readers = ranks.all_to_all(
-        lambda: [[block.rows[each - block.first]] for each in requests.pieces],
-        incoming_sizes=[count * row_bytes for count in counts],
-        max_bytes=requests.max_count * row_bytes,
-        outgoing_sizes=[len(each) * row_bytes for each in requests.pieces],
+    pieces = ranks.exchange_rows(
+        lambda: [rows[each - block.first] for each in requests.pieces],
+        list(map(len, requests.pieces)),
+        requests.counts,
+        requests.max_count,
+        rows[:0],
     )
-    found = block.rows.new_zeros(len(numbers), *shape)
-    for reader, count, order in zip(readers, counts, requests.order.split(counts), strict=True):
-        piece = reader.read(count * shape.numel(), found.dtype)
-        found[places[order]] = piece.view(count, *shape)
+    found = rows.new_zeros(len(numbers), *rows.shape[1:])
+    found[places[requests.order]] = concat(pieces)
     return found
 
 
 def flatten_columns(tensor: Tensor, stored: StoredTensor) -> Tensor:
-    """All rows of a table in order.
-
-    Example:
-        >>> columns = torch.tensor([[0, 1], [2, 0]])
-        >>> flatten_columns(columns, StoredTensor(columns.shape, columns.dtype, 3, 2))
-        tensor([0, 1, 2])
-    """
     return tensor.flatten(0, 1)[: stored.rows].clone() if stored.has_columns else tensor
 
 
@@ -197,8 +166,6 @@ def _local_rows(ranks: Collectives, rows: int) -> Tensor:
 
 
 class VocabularyLayout(NamedTuple):
-    """The layout of a stored vocabulary."""
-
     rows: int  # in all
     num_columns: int  # ranks that had them
     shared: int  # rows of each rank for ids without a row of their own
@@ -226,16 +193,11 @@ class ReassignedIds(NamedTuple):
 
     @property
     def num_new_rows(self) -> int:
-        """Rows that are initialized, not loaded."""
         return int((self.source == NEW_ROW).sum())
 
 
 def reassign_ids(
-    ranks: Collectives,
-    layout: VocabularyLayout,
-    block: VocabularyBlock,
-    options: Options,
-    agree: AgreeFn,
+    ranks: Collectives, layout: VocabularyLayout, block: VocabularyBlock, options: Options
 ) -> ReassignedIds:
     """Send ids to their new owners, which assign rows to them.
 
@@ -251,7 +213,7 @@ def reassign_ids(
         entries = _evict_overflow(entries, layout, options)
     except InputError as raised:
         error = raised
-    counts = agree(error, len(entries))
+    counts = ranks.check(error, len(entries))
     candidates = _exchange_candidates(ranks, layout, block)
     candidates = candidates[max(0, len(candidates) - options.candidates) :]
     total = int(sightings.sum()) * options.rows // layout.rows
@@ -349,10 +311,8 @@ class RowRemap(NamedTuple):
 
     def read_target(
         self, table: ShardedTable | None, stored: StoredTensor, initial: float | None
-    ) -> ReadTarget | None:
+    ) -> ReadTarget:
         """The target of this rank's shard; ``initial`` fills new rows of state."""
-        if table is not None and not table.has_rows:
-            return None
         ranks = _row_ranks(table)
         rows = stored.rows or stored.shape[0]
         block = block_target(ranks, stored)
@@ -399,7 +359,6 @@ class ModelVocabulary:
     def __init__(self, name: str, module: LocalVocabulary | Vocabulary) -> None:
         self.name: str = name
         self.rows: int = module.rows
-        self._module = module
         if isinstance(module, Vocabulary):
             self.collectives: Collectives = module.collectives
             self.local: LocalVocabulary = module.local
@@ -411,16 +370,13 @@ class ModelVocabulary:
 
     @property
     def attached(self) -> Sequence[Attached]:
-        """The tables whose rows it assigns."""
         return self.local.attached
 
     def layout(self, tables: dict[str, int | None]) -> VocabularyLayout:
-        """Its layout, with the names of its tables and the padding row of each."""
         options, world_size = self.local.options, self.collectives.world_size
         return VocabularyLayout(self.rows, world_size, options.shared, options.admit, tables)
 
     def entries(self) -> dict[str, Any]:
-        """The tensors that this rank stores, by key."""
         local, world_size = self.local, self.collectives.world_size
         max_rows = -(-self.rows // world_size)
         with local.lock:
@@ -436,14 +392,7 @@ class ModelVocabulary:
             stored[f"model.{join_key(self.name, field)}"] = tensor
         return stored
 
-    def agree(self, error: Exception | None, number: int) -> list[int]:
-        """An :data:`AgreeFn`."""
-        if isinstance(self._module, Vocabulary):
-            return self._module.exchange_number(ExchangeKind.LOAD, number, error)
-        return agree_alone(error, number)
-
     def check(self, layout: VocabularyLayout) -> None:
-        """Raise if a stored vocabulary is another one."""
         options = self.local.options
         ours = (self.rows, options.shared, options.admit > 1)
         if ours != (layout.rows, layout.shared, layout.admit > 1):
@@ -456,7 +405,6 @@ class ModelVocabulary:
 
 
 def find_vocabularies(model: nn.Module) -> dict[str, ModelVocabulary]:
-    """The vocabularies of a model, by name."""
     found: dict[str, ModelVocabulary] = {}
     parts: set[str] = set()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -465,13 +413,6 @@ def find_vocabularies(model: nn.Module) -> dict[str, ModelVocabulary]:
         if isinstance(module, LocalVocabulary | Vocabulary) and name not in parts:
             found[name] = ModelVocabulary(name, module)
     return found
-
-
-def agree_alone(error: Exception | None, number: int) -> list[int]:
-    """The :data:`AgreeFn` of a single process."""
-    if error is not None:
-        raise error
-    return [number]
 
 
 class VocabularyReader:
@@ -490,10 +431,9 @@ class VocabularyReader:
         options: Options,
         layout: VocabularyLayout,
         stored: Mapping[str, StoredTensor],
-        agree: AgreeFn,
     ) -> None:
         self.name: str = name
-        self._ranks, self._options, self._layout, self._agree = ranks, options, layout, agree
+        self._ranks, self._options, self._layout = ranks, options, layout
         self.is_resharded: bool = layout.num_columns != ranks.world_size
         self._targets: dict[str, ReadTarget] = {}
         self._blocks: dict[str, RowBlock] = {}
@@ -541,10 +481,9 @@ class VocabularyReader:
                     self.remaps[name] = remap
         except Exception as raised:
             error = raised
-        self._agree(error, 0)
+        self._ranks.check(error)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state dict of an ordinary vocabulary."""
         assert self.found is not None
         found = saving.write(*self.found)
         return {join_key(self.name, field): tensor for field, tensor in found.items()}
@@ -558,7 +497,7 @@ class VocabularyReader:
     def _reassigned(self) -> ReassignedIds:
         numbers = self._targets["numbers"].finish().view(-1, self._layout.num_columns)
         block = VocabularyBlock(numbers, *self._read_block(_ROWS), *self._read_block(_CANDIDATES))
-        return reassign_ids(self._ranks, self._layout, block, self._options, self._agree)
+        return reassign_ids(self._ranks, self._layout, block, self._options)
 
     def _read_block(self, fields: Sequence[str]) -> tuple[int, Tensor]:
         """The number of the first row that was read, and the fields of each row."""
@@ -569,5 +508,4 @@ class VocabularyReader:
 
 
 def join_key(name: str, field: str) -> str:
-    """The key of a field of a vocabulary."""
     return f"{name}.{field}" if name else field

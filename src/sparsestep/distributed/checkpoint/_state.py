@@ -42,7 +42,6 @@ class TensorLayouts(NamedTuple):
     initial: dict[str, dict[str, float]]  # state of tables of vocabularies
 
     def pack(self) -> dict[str, Any]:
-        """Encode as JSON."""
         return {**self._asdict(), "groups": [pack(group) for group in self.groups]}
 
     @staticmethod
@@ -127,7 +126,6 @@ class CheckpointState:
         return found
 
     def layouts(self) -> TensorLayouts:
-        """See :class:`TensorLayouts`."""
         vocabularies = {
             name: each.layout(self._tables_of(each)) for name, each in self.vocabularies.items()
         }
@@ -157,8 +155,11 @@ class CheckpointState:
         }
         found: dict[str, dict[str, float]] = {}
         for group in self._optimizer.param_groups:
-            rule = self._optimizer.stored_rule_for(group)
-            for name in {self._names[id(param)] for param in group["params"]} & given:
+            for param in group["params"]:
+                name, state = self._names[id(param)], self._optimizer.state.get(param)
+                if name not in given:
+                    continue
+                rule = self._optimizer.stored_rule_for(group, param, state)
                 found[name] = {spec.name: initial_value(spec, group) for spec in rule.state}
         return found
 
@@ -174,9 +175,7 @@ class CheckpointState:
             layout = layouts[name]
             vocabulary.check(layout)
             options = vocabulary.local.options
-            each = VocabularyReader(
-                name, vocabulary.collectives, options, layout, stored, vocabulary.agree
-            )
+            each = VocabularyReader(name, vocabulary.collectives, options, layout, stored)
             names = self._tables_of(vocabulary)
             if each.is_resharded and any(
                 id(a.table.weight) not in self._names for a in vocabulary.attached
@@ -219,7 +218,6 @@ class CheckpointState:
         return Peers(dist.group.WORLD if is_initialized else None)
 
     def table_layouts(self) -> dict[str, tuple[int, int]]:
-        """Rows of each sharded table, and the number of ranks that they are assigned to, or 0."""
         return {
             name: (table.rows, table.row_stride if table.row_stride > 1 else 0)
             for name, table in self.tables.items()
@@ -236,7 +234,6 @@ class CheckpointState:
         ]
 
     def check_matches(self, tensors: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
-        """Raise if a checkpoint does not fit the model."""
         for name, tensor in tensors.items():
             each, table = stored.get(f"model.{name}"), self.tables.get(name)
             if each is None:
@@ -327,16 +324,15 @@ def read_targets(
     remaps: dict[str, RowRemap],
     tables: dict[str, ShardedTable],
 ) -> dict[str, ReadTarget]:
-    """Targets to read this rank's shards into, by key."""
     found = {}
     for key, each in stored.items():
         kind, name, entry = split_key(key)
         table, remap = tables.get(name), remaps.get(name)
+        if table is not None and not table.has_rows:
+            continue
         if remap is not None and len(each.shape) > 0:
             initial = None if kind == "model" else layouts.initial.get(name, {}).get(entry, 0.0)
-            target = remap.read_target(table, each, initial)
+            found[key] = remap.read_target(table, each, initial)
         else:
-            target = read_target(table, each)
-        if target is not None:
-            found[key] = target
+            found[key] = read_target(table, each)
     return found

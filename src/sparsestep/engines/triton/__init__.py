@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 
 from sparsestep._torch import assert_async, cat, stack
 from sparsestep.engines.base import ParamUpdate
-from sparsestep.engines.triton.codegen import KernelSpec, kernel_spec, load_kernel
+from sparsestep.engines.triton.codegen import KernelSpec, load_kernel
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad, index_error
 from sparsestep.rules.trace import trace
@@ -32,7 +32,7 @@ _COLUMNS = 1024
 _ROW = 16384
 _ELEMENTS = 1024  # of a program, where rows are shorter
 _ENTRIES = 256  # of a program: they wait for the longest run among them
-_RUN = 64  # as in triton_kernels
+_RUN = 64  # as in kernels.py
 
 
 def check_available() -> None:
@@ -84,9 +84,7 @@ class KernelLaunch:
     def sort(self) -> None:
         """Bring equal positions together, in order of appearance."""
         positions = self.indexed.indices
-        if (
-            positions is None or positions is self.indexed.value_index
-        ):  # a mask's, of a dense gradient
+        if positions is None or positions is self.indexed.value_index:  # a mask's, if not None
             self.positions = positions
             return
         self.positions, self.order = torch.sort(positions.reshape(-1), stable=True)
@@ -169,8 +167,10 @@ class TritonEngine:
                 values=indexed.values.reshape(-1), num_slots=size, slot_size=1
             )
         indexed = indexed.with_value_rows()._replace(values=indexed.values.contiguous())
-        form = kernel_spec(
-            program,
+        form = KernelSpec(
+            program.inputs,
+            tuple(program.operations),
+            program.results,
             negates=settings.grad_sign < 0,
             adds_decay=settings.coupled_decay != 0,
             shrinks=settings.decay_factor != 1,

@@ -7,7 +7,7 @@ the program, stores. What all kernels share is in ``triton_kernels``.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -18,9 +18,7 @@ from sparsestep.rules.trace import (
     ROW_REDUCTIONS,
     ConstantRef,
     Operation,
-    Program,
-    ValueRef,
-    float64_values,
+    values_in,
 )
 
 _GOLDEN = 0x9E3779B97F4A7C15  # as in rounding.py
@@ -64,16 +62,6 @@ class KernelSpec:
         return any(operation.per_row for operation in self.operations)
 
 
-def kernel_spec(program: Program, **rest: Any) -> KernelSpec:
-    """The form of a program.
-
-    Args:
-        program: the formula.
-        rest: the other fields.
-    """
-    return KernelSpec(program.inputs, tuple(program.operations), program.results, **rest)
-
-
 @lru_cache(maxsize=256)
 def load_kernel(form: KernelSpec) -> Any:
     """The kernel, for Triton to compile where it is launched.
@@ -96,14 +84,13 @@ def load_kernel(form: KernelSpec) -> Any:
 def generate_source(form: KernelSpec) -> str:
     """The source of a kernel.
 
-    Args:
-        form: of the kernel.
-
     Example:
         >>> from sparsestep.rules.rule import Rule
         >>> from sparsestep.rules.trace import trace
         >>> rule = Rule("mine", lambda param, grad, *, lr: param - lr * grad)
-        >>> text = generate_source(kernel_spec(trace(rule, 1, {"lr": 0.5})))
+        >>> program = trace(rule, 1, {"lr": 0.5})
+        >>> form = KernelSpec(program.inputs, tuple(program.operations), program.results)
+        >>> text = generate_source(form)
         >>> print(text[text.index("    v0") :])
             v0 = tl.load(at0 + cell, mask=inside, other=0.0).to(T)  # param
             v1 = gradient(values, positions, order, source, scale, blocks, n,
@@ -114,7 +101,7 @@ def generate_source(form: KernelSpec) -> str:
         <BLANKLINE>
     """
     lines = [*_emit_row_sum(form), *_signature(form), *_emit_loads(form)]
-    wide = float64_values(form.operations)
+    wide = _float64_values(form.operations)
     for place, operation in enumerate(form.operations):
         if operation.name != "input":
             lines.append(f"    v{place} = {_emit_expression(operation, wide[place])}")
@@ -153,10 +140,19 @@ _EXPRESSIONS: Mapping[str, str] = {
 }
 
 
+def _float64_values(operations: Sequence[Operation]) -> list[bool]:
+    """Which values are computed in float64, whatever the others are: from "wide" up to "narrow"."""
+    found: list[bool] = []
+    for name, arguments, _ in operations:
+        among = any(found[place] for place in values_in(arguments))
+        found.append(name == "wide" or (among and name != "narrow"))
+    return found
+
+
 def _emit_expression(operation: Operation, is_wide: bool) -> str:
     dtype = "tl.float64" if is_wide else "T"
     arguments = [
-        f"v{a.place}" if isinstance(a, ValueRef) else f"number(n{a.place}, {dtype})"
+        f"number(n{a.place}, {dtype})" if isinstance(a, ConstantRef) else f"v{a}"
         for a in operation.arguments
     ]
     return _EXPRESSIONS[operation.name].format(*arguments)

@@ -1,4 +1,4 @@
-"""A table whose rows a vocabulary gives away, with the optimizers that know something of them."""
+"""Attached: a table whose rows a vocabulary assigns, with its optimizers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,7 @@ from sparsestep.optim.optimizer import RuleOptimizer
 
 
 class Attached:
-    """A table that a vocabulary gives rows of.
-
-    Args:
-        table: whose rows.
-        optimizers: those that train it.
-        init: fills reset rows, in place.
-        is_part: whether the table is the part of a sharded one that is here.
-
-    Attributes:
-        table: whose rows.
-        optimizers: those that train it.
-        init: fills reset rows, in place.
-    """
+    """A table whose rows a vocabulary assigns; ``is_part`` if it is a shard."""
 
     def __init__(
         self,
@@ -50,12 +38,7 @@ class Attached:
             self._new_values(weight, 1, 0)
 
     def check(self, rows: int, shared: int) -> None:
-        """Refuse a table that a vocabulary of so many rows cannot give rows of.
-
-        Args:
-            rows: of the vocabulary.
-            shared: how many of them several ids share.
-        """
+        """Raise unless the table fits a vocabulary of so many rows, some of them shared by ids."""
         have, padding = self.table.num_embeddings, self.table.padding_idx
         if have < rows:
             requirement = f"Vocabulary.attach: a table must have a row for each of {rows}"
@@ -70,15 +53,9 @@ class Attached:
         return [(each.iterations, each.updates) for each in self.optimizers]
 
     def prepare(self, rows: Tensor, seed: int, writes: RowWrites) -> Callable[[], None]:
-        """Add rows that start over, with their state, to ``writes``; everything that can raise.
+        """Add the reset of rows and their state to ``writes``: everything that can raise.
 
-        Args:
-            rows: which ones, on the CPU. If there are none, table and optimizers are checked.
-            seed: of the new values.
-            writes: commits them.
-
-        Returns:
-            What has to be called once they are committed.
+        Without rows, table and optimizers are checked. Returns what to call after the commit.
         """
         weight = weight_of("Vocabulary", self.table, is_part=self._is_part)
         memory = parameters.memory_of(weight)

@@ -22,95 +22,46 @@ _FADES_AFTER = 16
 
 @dataclass(frozen=True)
 class Options:
-    """What a vocabulary is made with.
-
-    Attributes:
-        rows: how many there are.
-        shared: how many of them, the first ones, are for ids that have none of their own.
-        admit: how often an id has to be seen to get one.
-        evict: who loses one to a new id when all are taken.
-    """
+    """The options of a vocabulary."""
 
     rows: int
-    shared: int
-    admit: int
+    shared: int  # the first rows, for ids without a row of their own
+    admit: int  # how often an id has to be seen to get a row
     evict: Evict
 
     @property
     def candidates(self) -> int:
-        """How many ids without a row are counted: of more, those seen last."""
+        """The number of ids without a row that are counted: the most recent ones."""
         return self.rows - self.shared if self.admit > 1 else 0
-
-    @property
-    def fades_after(self) -> int:
-        """How many ids are seen before counts are halved."""
-        return _FADES_AFTER * self.rows
 
 
 class IdTableSnapshot(NamedTuple):
-    """All that is known, in tensors.
+    """Everything that an IdTable knows."""
 
-    Attributes:
-        ids: of each row in use.
-        counts: how often it was seen.
-        seen: when it was last.
-        candidate_ids: of those that are counted and have no row, the one seen last at the end.
-        candidate_counts: how often each of them was seen.
-        used: how many rows are in use, the shared ones included.
-        candidates: how many are counted.
-        sightings: since counts were last halved.
-    """
-
-    ids: Tensor
-    counts: Tensor
-    seen: Tensor
-    candidate_ids: Tensor
+    ids: Tensor  # of each row in use
+    counts: Tensor  # how often it was seen
+    seen: Tensor  # when it was seen last
+    candidate_ids: Tensor  # ids that are counted and have no row, the most recent one at the end
     candidate_counts: Tensor
-    used: int
+    used: int  # rows, the shared ones included
     candidates: int
-    sightings: int
+    sightings: int  # ids seen since counts were last halved
 
     @classmethod
     def room(cls, options: Options, used: int, candidates: int, sightings: int) -> IdTableSnapshot:
         """Zeros, to be filled in."""
-        ids, counts, seen = (_zeros(options.rows) for _ in range(3))
-        candidate_ids, candidate_counts = (_zeros(options.candidates) for _ in range(2))
-        return cls(
-            *(ids, counts, seen, candidate_ids, candidate_counts), used, candidates, sightings
-        )
-
-
-def _zeros(count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int64, device="cpu")
+        sizes = [options.rows] * 3 + [options.candidates] * 2
+        zeros = [torch.zeros(size, dtype=torch.int64, device="cpu") for size in sizes]
+        return cls._make([*zeros, used, candidates, sightings])
 
 
 class Claim(NamedTuple):
-    """A lookup in training, before it is committed.
+    """A lookup in training, before it is committed."""
 
-    Attributes:
-        rows: the row of each id, a shared one if it has none.
-        without: how many ids had no row before.
-        taken: rows that go to another id, in order.
-        number: identifies the claim.
-    """
-
-    rows: Tensor
-    without: int
-    taken: Tensor
-    number: int
-
-
-def splitmix64(number: int) -> int:
-    """The finalizer of splitmix64, which decides which of several shared rows an id has.
-
-    Example:
-        >>> splitmix64(1) == 0x5692161D100B05E5
-        True
-    """
-    bits = number & (1 << 64) - 1
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & (1 << 64) - 1
-    return bits ^ (bits >> 31)
+    rows: Tensor  # of each id, a shared one if it has none
+    without: int  # the number of ids that had no row before
+    taken: Tensor  # rows that go to another id, in order
+    number: int  # identifies the claim
 
 
 _EVICTIONS: tuple[Evict, ...] = (None, "lru", "lfu")
@@ -146,7 +97,7 @@ class IdTable:
             options.admit,
             options.candidates,
             _EVICTIONS.index(options.evict),
-            options.fades_after,
+            _FADES_AFTER * options.rows,
             keys,
         )
 
@@ -166,12 +117,7 @@ class IdTable:
         return rows, self._core.find(ids, rows, torch.get_num_threads())
 
     def claim(self, ids: Tensor, now: int) -> Claim:
-        """Count ids and assign rows to new ones, provisionally.
-
-        Args:
-            ids: all that were seen, int64 of one dim.
-            now: the time. Ids that were seen at this time keep their rows.
-        """
+        """Count ids and assign rows to new ones, provisionally; those seen ``now`` keep theirs."""
         rows, taken = torch.empty_like(ids), torch.empty_like(ids)
         threads = torch.get_num_threads()
         without, count, number = self._core.claim(ids, rows, now, taken, threads)
@@ -199,24 +145,14 @@ NAMES: tuple[str, ...] = (*_TENSORS, "numbers")
 
 
 def write(saved: IdTableSnapshot, now: int, handed_over: int) -> dict[str, Tensor]:
-    """What a checkpoint has.
-
-    Args:
-        saved: what is known.
-        now: the time.
-        handed_over: how many rows have changed hands.
-    """
+    """Return the entries of a state dict; ``handed_over`` rows have gone to another id."""
     found = {name: getattr(saved, name) for name in _TENSORS}
     numbers = [saved.used, saved.candidates, saved.sightings, now, handed_over]
     return {**found, "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
 
 
 def read(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, int, int]:
-    """What ``write`` has written, for a vocabulary with these options.
-
-    Raises:
-        InputError: it is for another one, or nothing that ``write`` has written.
-    """
+    """Return the arguments of ``write``. Raises InputError if they do not fit the options."""
     wanted = IdTableSnapshot.room(options, 0, 0, 0)
     shapes = {name: getattr(wanted, name).shape for name in _TENSORS}
     for name, shape in {**shapes, "numbers": torch.Size([5])}.items():
@@ -248,7 +184,7 @@ def read(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, i
 
 
 def with_room(saved: IdTableSnapshot, options: Options) -> IdTableSnapshot:
-    """The same for a vocabulary that has more rows."""
+    """Return the snapshot of a vocabulary that has grown."""
     room = IdTableSnapshot.room(options, saved.used, saved.candidates, saved.sightings)
     for new, old in zip(room[:5], saved[:5], strict=True):
         new[: len(old)] = old
@@ -258,17 +194,7 @@ def with_room(saved: IdTableSnapshot, options: Options) -> IdTableSnapshot:
 def merged(
     saved: IdTableSnapshot, theirs: IdTableSnapshot, options: Options, now: int
 ) -> tuple[IdTableSnapshot, Tensor]:
-    """The same with the ids of another vocabulary; also which row each of its rows has here.
-
-    Args:
-        saved: what is known.
-        theirs: what the other one knows.
-        options: of the first.
-        now: when ids that are new here count as seen.
-
-    Raises:
-        InputError: there are too few free rows.
-    """
+    """Add the ids of another vocabulary, new ones as seen ``now``; also return its rows here."""
     first = options.shared
     ids = theirs.ids[first : theirs.used]
     known, order = saved.ids[first : saved.used].sort()
@@ -288,17 +214,11 @@ def merged(
         max=2**32 - 1
     )
     saved.seen[rows[~is_known]] = now
-    candidates = _without(saved, ids)
-    shared = torch.arange(first, device="cpu")
-    return candidates._replace(used=saved.used + new), cat([shared, rows])
-
-
-def _without(saved: IdTableSnapshot, ids: Tensor) -> IdTableSnapshot:
-    """The same without candidates that are among these ids."""
-    stay = ~torch.isin(saved.candidate_ids, ids)
+    stay = ~torch.isin(saved.candidate_ids, ids)  # others have a row now
     stay[saved.candidates :] = False
-    count = int(stay.sum())
-    pairs = [torch.zeros_like(saved.candidate_ids) for _ in range(2)]
-    for new, old in zip(pairs, (saved.candidate_ids, saved.candidate_counts), strict=True):
-        new[:count] = old[stay]
-    return saved._replace(candidate_ids=pairs[0], candidate_counts=pairs[1], candidates=count)
+    candidates = int(stay.sum())
+    for each in (saved.candidate_ids, saved.candidate_counts):
+        each[:candidates] = each[stay]
+        each[candidates:] = 0
+    shared = torch.arange(first, device="cpu")
+    return saved._replace(used=saved.used + new, candidates=candidates), cat([shared, rows])

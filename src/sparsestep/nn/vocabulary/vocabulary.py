@@ -129,13 +129,7 @@ class Vocabulary(nn.Module):
         tensor([3, 0])
     """
 
-    _not_copied: ClassVar[tuple[str, ...]] = (
-        "id_table",
-        "lock",
-        "attached",
-        "_progress",
-        "taken_over",
-    )
+    _not_copied: ClassVar = ("id_table", "lock", "attached", "_progress", "taken_over")
 
     def __init__(self, rows: int, *, admit: int = 1, evict: Evict = None, shared: int = 1) -> None:
         _check_number("rows", rows, 1, _MOST_ROWS)
@@ -161,12 +155,12 @@ class Vocabulary(nn.Module):
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.options.rows
 
     @property
     def used(self) -> int:
-        """How many rows are in use, the shared ones included."""
+        """Number of rows in use, the shared ones included."""
         with self.lock:
             return self.id_table.used
 
@@ -241,7 +235,7 @@ class Vocabulary(nn.Module):
         return rows
 
     def prepare_merge(self, theirs: IdTableSnapshot) -> tuple[IdTable, Tensor]:
-        """What there is to know with the ids of another vocabulary, and the rows of these."""
+        """Return the merged id table, and the rows of the other vocabulary's ids in it."""
         merged = IdTable(self.options)
         saved, rows = saving.merged(self.id_table.save(), theirs, self.options, self.now)
         merged.load(saved, self.now)
@@ -275,13 +269,10 @@ class Vocabulary(nn.Module):
     def assign_rows(
         self, ids: Tensor, agree: Agree | None = None, like: Tensor | None = None
     ) -> Tensor:
-        """The row of each id. In training, ids are counted and get rows.
+        """The row of each id (int64 of one dim, on the CPU), in the shape and device of ``like``.
 
-        Args:
-            ids: int64 of one dim, on the CPU.
-            agree: called before anything changes, with this lookup's error or ``None``; raises if
-                the lookup must not happen.
-            like: has the shape and the device of the result; by default, ``ids`` has.
+        ``agree`` is called before anything changes, with this lookup's error or ``None``. It raises
+        if the lookup must not happen.
         """
         error, rows, commit = None, ids, do_nothing
         with self.lock:
@@ -300,10 +291,7 @@ class Vocabulary(nn.Module):
         return rows
 
     def _prepare_look_up(self, ids: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Everything that can raise: the row of each id, and what commits the lookup.
-
-        A claim that is not committed, whatever the reason, has changed nothing.
-        """
+        """Do everything that can raise: return the row of each id, and what commits the lookup."""
         if not self.training or not ids.numel():
             return self.id_table.find(ids)[0], do_nothing
         now, progress = self._time()
@@ -330,7 +318,7 @@ class Vocabulary(nn.Module):
         return claim.rows, partial(uninterrupted, commit)
 
     def _time(self) -> tuple[int, list[Any]]:
-        """Passes with each call, or where tables are attached, with each step: their progress."""
+        """Time passes with each call; with attached tables, with each step of all optimizers."""
         progress = [each for attached in self.attached for each in attached.progress()]
         before = self._progress
         if (
@@ -382,10 +370,10 @@ class Vocabulary(nn.Module):
             self.attached = [*others, attached]
 
     def grow(self, rows: int) -> None:
-        """Have more rows, with all tables that are attached: see ``sparsestep.nn.grow``.
+        """Add rows, here and to all attached tables: see ``sparsestep.nn.grow``.
 
         Args:
-            rows: how many there are to be.
+            rows: the new number of rows.
 
         Example:
             >>> import sparsestep
@@ -407,16 +395,11 @@ class Vocabulary(nn.Module):
             uninterrupted(lambda: [work() for work in (*tables, commit, keep_rng)])
 
     def prepare_grow(self, rows: int) -> Callable[[], None]:
-        """Know the same with more rows, but for the tables: all that may raise.
-
-        Returns:
-            The rest, which cannot fail.
-        """
+        """Prepare more rows, without the tables'; what is returned commits."""
         _check_number("rows", rows, self.rows, _MOST_ROWS)
         options = replace(self.options, rows=rows)
         larger = IdTable(options)
         larger.load(saving.with_room(self.id_table.save(), options), self.now)
-
         return partial(self._change, options=options, id_table=larger)
 
     # Checkpoints and copies
@@ -449,12 +432,11 @@ class Vocabulary(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        names = saving.NAMES
-        missing = [name for name in names if prefix + name not in state_dict]
-        missing_keys += [prefix + name for name in missing]
+        missing = [prefix + name for name in saving.NAMES if prefix + name not in state_dict]
+        missing_keys += missing
         if missing:
             return
-        found = {name: state_dict[prefix + name] for name in names}
+        found = {name: state_dict[prefix + name] for name in saving.NAMES}
         try:
             with memory_errors():
                 saved, now, handed_over = saving.read(self.options, found)
@@ -464,7 +446,7 @@ class Vocabulary(nn.Module):
         self.restore(saved, now, handed_over)
 
     def restore(self, saved: IdTableSnapshot, now: int, handed_over: int) -> None:
-        """Replace everything by what ``saving.read`` has found; all of it or, on error, nothing."""
+        """Replace everything by what ``saving.read`` has found. Atomic."""
         with self.lock, memory_errors():
             ids = IdTable(self.options)
             ids.load(saved, now)
@@ -476,11 +458,7 @@ class Vocabulary(nn.Module):
 
 
 def flat_ids(ids: Any) -> Tensor:
-    """IdTable as int64 of one dim on the CPU; raises where they are none.
-
-    Args:
-        ids: as they were given.
-    """
+    """Return ids as int64 of one dim on the CPU. Raises if they are not integers."""
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGER_DTYPES:
         got = f"{ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         remedy = "sparsestep.nn.hash_strings makes ids of strings"

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 class LightningModule(nn.Module):
     def log(self, name: str, value: Tensor) -> None: ...
 
+class Callback: ...
+
 class Trainer:
     callback_metrics: dict[str, Tensor]
     def __init__(
@@ -21,6 +23,7 @@ class Trainer:
         enable_checkpointing: bool = ...,
         enable_progress_bar: bool = ...,
         enable_model_summary: bool = ...,
+        callbacks: list[Callback] = ...,
     ) -> None: ...
     def fit(
         self,

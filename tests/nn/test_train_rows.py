@@ -1,0 +1,117 @@
+"""``sparsestep.nn.train_rows``: some rows of a model's embedding are trained, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.nn import train_rows
+from tests.table import EVERY, Variant, same_bits
+
+TOKENS, NEW = 12, [3, 10, 11]
+FORMS: dict[str, Any] = {
+    "list": NEW,
+    "generator": lambda: (row for row in NEW),
+    "int32": torch.tensor([11, 3, 10, 3], dtype=torch.int32),
+    "mask": torch.tensor([row in NEW for row in range(TOKENS)]),
+}
+
+
+class LanguageModel(nn.Module):
+    """As Transformers has them: positions are an embedding, too."""
+
+    def __init__(self, head: str) -> None:
+        super().__init__()
+        self.words = nn.Embedding(TOKENS, 4)
+        self.positions = nn.Embedding(8, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, TOKENS)
+        self.has_head = head != "none"
+        if head == "tied":
+            self.head.weight = self.words.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.head if self.has_head else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1]).expand(ids.shape)
+        return self.head(self.body(self.words(ids) + self.positions(places)))
+
+
+@pytest.mark.parametrize("head", ["tied", "untied", "none"])
+@pytest.mark.parametrize("variant", EVERY, ids=str)
+def test_other_rows_and_parameters_keep_their_bits(variant: Variant, head: str):
+    torch.manual_seed(0)
+    model = LanguageModel(head)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    groups = train_rows(model, NEW)
+    expected = [model.words.weight, *([model.head.weight] if head == "untied" else [])]
+    assert [group["params"] for group in groups] == [[weight] for weight in expected]
+    optimizer = variant(groups)
+    for _ in range(3):
+        optimizer.zero_grad()
+        ids = torch.tensor([[1, 3, 10, 4, 11]])
+        model(ids).square().sum().backward()
+        optimizer.step()
+    trained = {"words.weight", *(["head.weight"] if head != "none" else [])}
+    for name, value in model.state_dict().items():
+        moved = (value != before[name]).flatten(1).any(1) if value.dim() > 1 else None
+        if name in trained:
+            assert moved is not None
+            assert moved.nonzero().flatten().tolist() == NEW
+        else:
+            assert same_bits(value, before[name])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_may_be_given_in_several_forms(form: str):
+    rows = FORMS[form]() if form == "generator" else FORMS[form]
+    (group,) = train_rows(nn.Embedding(TOKENS, 4), rows)
+    assert group["mask"].nonzero().flatten().tolist() == NEW
+
+
+def test_the_only_embedding_of_a_model_is_found():
+    """Frozen weights are trained again, under several names or one."""
+    table = nn.EmbeddingBag(TOKENS, 4)
+    model = nn.ModuleDict({"a": table, "b": nn.Embedding(TOKENS, 4), "c": nn.Linear(4, 4)})
+    model["b"].weight = table.weight
+    model.requires_grad_(False)
+    with pytest.raises(sparsestep.InputError, match="rows must be in"):
+        train_rows(model, [TOKENS])
+    assert not table.weight.requires_grad
+    (group,) = train_rows(model, NEW)
+    assert group["params"] == [table.weight]
+    assert [name for name, param in model.named_parameters() if param.requires_grad] == ["a.weight"]
+
+
+def test_a_model_that_does_not_know_its_embeddings():
+    class Body(nn.Sequential):
+        def get_input_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+    model = Body(nn.Embedding(TOKENS, 4), nn.Linear(4, 4))
+    assert train_rows(model, NEW)[0]["params"] == [model[0].weight]
+
+
+def test_an_embedding_that_is_wrapped():
+    """As PEFT wraps the modules that it saves: the weight is found through an attribute."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, table: nn.Module) -> None:
+            super().__init__()
+            self.modules_to_save = nn.ModuleDict({"default": table})
+
+        @property
+        def weight(self) -> Any:
+            return self.modules_to_save["default"].weight
+
+    model = LanguageModel("none")
+    model.words = Wrapper(model.words)  # type: ignore[assignment]
+    assert train_rows(model, NEW)[0]["params"] == [model.words.weight]

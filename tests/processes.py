@@ -1,0 +1,173 @@
+"""Work in forked processes: a crash and a hang are results like any other."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_IDLE_LOOKS = 3
+
+
+@dataclass
+class Lost:
+    """A process has ended without a result, or had to be ended.
+
+    Attributes:
+        kind: ``crash, exit code -6`` or ``hang, more than 20 s``.
+        log: the end of what it has written.
+    """
+
+    kind: str
+    log: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}\n{self.log}"
+
+
+class _Process:
+    """A process that works on one key after the other."""
+
+    def __init__(self, keys: list[Any], work: Callable[[Any], Any]) -> None:
+        self.keys = keys
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process runs)
+        self.mailbox, theirs = Pipe(duplex=False)
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _serve(keys, work, theirs, self.log.fileno())
+        theirs.close()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._began, self._used, self._idle_looks = time.monotonic(), _cpu_seconds(self.pid), 0
+
+    def results(self, timeout: float) -> Iterator[tuple[Any, Any]]:
+        """What has come; of a key that nothing will come of, why."""
+        gone = ""
+        try:
+            while self.mailbox.poll():
+                result = pickle.loads(self.mailbox.recv_bytes())
+                self._begin()
+                yield self.keys.pop(0), result
+        except (EOFError, OSError):
+            gone = f"crash, exit code {self._exit_code()}"
+        if not gone and self._is_hanging(timeout):
+            gone = f"hang, more than {timeout:g} s"
+            self.end()
+        if gone and self.keys:
+            with self.log:
+                self.log.seek(0)
+                text = self.log.read().decode(errors="replace")
+            yield self.keys.pop(0), Lost(gone, text)
+
+    def _is_hanging(self, seconds: float) -> bool:
+        """Whether it has computed for so long, or waits and will for ever.
+
+        On a busy machine work may take long without doing much; that is no finding.
+        """
+        if time.monotonic() - self._began <= seconds:
+            return False
+        used = _cpu_seconds(self.pid)
+        if used is None or self._used is None or used - self._used > seconds:
+            return True
+        self._idle_looks = 0 if _is_running(self.pid) else self._idle_looks + 1
+        return self._idle_looks >= _IDLE_LOOKS
+
+    def end(self) -> None:
+        """End it with all that it has started."""
+        if not self.is_over:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has no group of its own yet
+                os.kill(self.pid, signal.SIGKILL)
+            self._exit_code()
+
+    def _exit_code(self) -> int:
+        self.mailbox.close()
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    @property
+    def is_over(self) -> bool:
+        return self.mailbox.closed
+
+
+def _serve(keys: list[Any], work: Callable[[Any], Any], mailbox: Connection, log: int) -> None:
+    try:
+        os.setsid()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.enable(2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for key in keys:
+            mailbox.send_bytes(pickle.dumps(work(key)))  # torch would send tensors by themselves
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    finally:
+        os._exit(0)
+
+
+def _fields(stat: Path) -> list[str]:
+    """What Linux tells of a process or thread, from its state on."""
+    return stat.read_text().rpartition(")")[2].split()
+
+
+def _cpu_seconds(pid: int) -> float | None:
+    """What a process has computed so far; ``None`` where the system does not tell."""
+    try:
+        fields = _fields(Path(f"/proc/{pid}/stat"))
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_running(pid: int) -> bool:
+    """Whether any of its threads is running, or would be if it had a core."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            if _fields(stat)[0] == "R":
+                return True
+        except OSError:
+            continue  # that thread has ended
+    return False
+
+
+def run(
+    batches: Iterator[list[Any]], work: Callable[[Any], Any], workers: int, timeout: float
+) -> Iterator[tuple[Any, Any]]:
+    """Every key with its result or a ``Lost``, in whatever order they come.
+
+    Args:
+        batches: keys that one process works on, one after the other. Another goes on after a crash.
+        work: called with each key, in a process forked from this one.
+        workers: how many processes at a time.
+        timeout: after so many seconds a process is taken to hang.
+    """
+    team: list[_Process] = []
+    try:
+        while True:
+            while len(team) < workers and (batch := next(batches, None)):
+                team.append(_Process(batch, work))
+            if not team:
+                return
+            wait([each.mailbox for each in team], timeout=1.0)
+            for place, each in enumerate(team):
+                yield from each.results(timeout)
+                if each.is_over and each.keys:
+                    team[place] = _Process(each.keys, work)
+            team = [each for each in team if not each.is_over]
+    finally:
+        for each in team:
+            each.end()
