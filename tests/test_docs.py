@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sparsestep
+from docs import claims
 from sparsestep.optim import OPTIMIZERS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -50,6 +51,32 @@ def test_the_code_of_a_page_runs(page: Path):
     assert not printed, "".join(printed)
 
 
+PRIVATE = re.compile(
+    r"^(?:>>> )?(?:from|import) (sparsestep\.(?!nn|distributed|storage|functional)\S+)", re.M
+)
+
+
+def test_pages_import_public_packages_only():
+    found = [(page.name, *PRIVATE.findall(page.read_text())) for page in (README, *PAGES)]
+    assert [each for each in found if len(each) > 1] == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        sparsestep,
+        sparsestep.functional,
+        sparsestep.nn,
+        sparsestep.nn.functional,
+        sparsestep.storage,
+        sparsestep.distributed,
+    ],
+    ids=lambda module: module.__name__,
+)
+def test_dir_lists_the_public_names(module: ModuleType):
+    assert dir(module) == sorted(module.__all__)
+
+
 def test_what_a_page_shows_of_an_example_stands_there():
     """But for white space; what is left out is a line with ``...``."""
     shown = [(page, block) for page in PAGES for block in BLOCK.finditer(page.read_text())]
@@ -67,6 +94,40 @@ def test_links_lead_somewhere():
             assert target.exists(), f"{page}: {link[0]}"
             if link["heading"]:
                 assert link["heading"] in headings(target), f"{page}: {link[0]}"
+
+
+SITE = "https://sparsestep.readthedocs.io/en/latest/"
+
+
+def test_links_of_the_readme_are_absolute_and_lead_somewhere():
+    """PyPI shows the README, where a relative link leads nowhere."""
+    text = README.read_text()
+    assert not LINK.findall(text)
+    for path, heading in re.findall(rf"\]\({SITE}([^)#]+)\.html(?:#([^)]+))?\)", text):
+        page = DOCS / f"{path}.md"
+        assert page.exists(), path
+        assert not heading or heading in headings(page), f"{path}#{heading}"
+    for path in re.findall(r"sparsestep/sparsestep/(?:blob/)?main/([^)]+)\)", text):
+        assert (DOCS.parent / path).exists(), path
+
+
+def test_claims_are_those_of_the_results():
+    """``python -m docs.claims`` writes them."""
+    known = claims.claims()
+    texts = [page.read_text() for page in claims.pages()]
+    for pattern in known:
+        assert any(re.search(pattern, text) for text in texts), pattern
+    for page, text in zip(claims.pages(), texts, strict=True):
+        assert claims.fill(text, known) == text, page
+
+
+def test_pictures_follow_the_theme_and_fit_a_phone():
+    for picture in [*DOCS.glob("*.svg"), *DOCS.glob("gallery/*.svg")]:
+        text = picture.read_text()
+        assert "prefers-color-scheme: dark" in text, picture
+        width = re.search(r'<svg [^>]*width="([\d.]+)pt"', text)
+        assert width is not None
+        assert float(width[1]) <= 420, picture  # so that text can be read at 390 pixels
 
 
 PUBLIC = (

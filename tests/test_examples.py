@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import importlib.util
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -29,13 +33,27 @@ def loaded(name: str) -> ModuleType:
 
 
 CLICKS = loaded("clicks")
+Run = Callable[..., str]
 
 
-def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *options]
-    # One thread: other tests run beside this one, and teams that wait for each other take long.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], one_thread: None
+) -> Callable[..., str]:
+    """Run an example as a program; what it prints."""
+
+    def run(name: str, *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        code: object = None
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        assert not code
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -43,25 +61,23 @@ def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     [[], pytest.param(["--float32"], marks=pytest.mark.slow)],
     ids=["float64", "float32"],
 )
-def test_one_optimizer_trains_like_two(options: list[str]):
-    done = run("one_optimizer.py", "--steps", "40", *options)
-    assert done.returncode == 0, done.stderr
-    steps = re.findall(r"^ +(\d+)   (\d\.\d+) #* *(\d\.\d+) #*$", done.stdout, re.MULTILINE)
+def test_one_optimizer_trains_like_two(run: Run, options: list[str]):
+    printed = run("one_optimizer.py", "--steps", "40", *options)
+    steps = re.findall(r"^ +(\d+)   (\d\.\d+) #* *(\d\.\d+) #*$", printed, re.MULTILINE)
     assert [int(steps[0][0]), int(steps[-1][0])] == [1, 40]
     for _, ours, theirs in steps:
         assert float(ours) == pytest.approx(float(theirs), rel=0.01)
-    ours, theirs = re.findall(r"^  (?:one|two) optimizer.* (\d\.\d+)$", done.stdout, re.MULTILINE)
+    ours, theirs = re.findall(r"^  (?:one|two) optimizer.* (\d\.\d+)$", printed, re.MULTILINE)
     assert float(ours) == pytest.approx(float(theirs), rel=0.01)
     assert float(ours) < 0.67  # it has learned something: tossing a coin has 0.69
 
 
-def test_the_recommender_learns_and_agrees_with_plain_torch():
-    done = run("recommender.py", "--quick", "--steps", "60")
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout  # lines alone, where there is no terminal
+def test_the_recommender_learns_and_agrees_with_plain_torch(run: Run):
+    printed = run("recommender.py", "--quick", "--steps", "60")
+    assert "\x1b" not in printed  # lines alone, where there is no terminal
     lines = re.findall(
         r"^ +(\d+) +(0\.\d+) +(0\.\d+) +[\d,]+ +(0\.\d+) +(0\.\d+) +[\d,]+$",
-        done.stdout,
+        printed,
         re.MULTILINE,
     )
     assert int(lines[-1][0]) == 60
@@ -69,10 +85,10 @@ def test_the_recommender_learns_and_agrees_with_plain_torch():
         assert float(ours) == pytest.approx(float(theirs), abs=2e-3)
         assert float(our_auc) == pytest.approx(float(their_auc), abs=2e-3)
     assert float(lines[0][2]) < 0.6 < 0.65 < float(lines[-1][2])
-    best = re.search(r"best possible AUC.*: (0\.\d+)", done.stdout)
+    best = re.search(r"best possible AUC.*: (0\.\d+)", printed)
     assert best is not None
     assert float(lines[-1][2]) < float(best[1])
-    speeds = re.search(r"^samples per second +([\d,]+) +([\d,]+) +(\d+\.\d)x$", done.stdout, re.M)
+    speeds = re.search(r"^samples per second +([\d,]+) +([\d,]+) +(\d+\.\d)x$", printed, re.M)
     assert speeds is not None
 
 
@@ -119,10 +135,9 @@ def test_clicks_are_the_same_for_a_seed_and_within_the_tables():
     assert not torch.equal(first.ids[0], other.batch(64).ids[0])
 
 
-def test_averages_of_weights_see_current_rows():
-    done = run("averages.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    apart = re.findall(r"(?:EMA|SWA) (\S+e-\d+)", done.stdout)
+def test_averages_of_weights_see_current_rows(run: Run):
+    printed = run("averages.py")
+    apart = re.findall(r"(?:EMA|SWA) (\S+e-\d+)", printed)
     assert len(apart) == 2
     assert all(0 < float(each) < 1e-4 for each in apart)
 
@@ -151,17 +166,120 @@ def test_the_distributed_recommender_learns_and_goes_on_with_other_numbers_of_ra
 
 
 @pytest.mark.slow
-def test_a_stream_of_clicks_is_learned_with_a_tenth_of_the_rows(tmp_path: Path):
+def test_a_stream_of_clicks_is_learned_with_a_tenth_of_the_rows(run: Run, tmp_path: Path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "month.svg"
-    done = run("streaming.py", "--quick", "--picture", str(picture))
-    assert done.returncode == 0, done.stderr
-    means = dict(re.findall(r"^(vocabulary|hashed|unlimited) +(0\.\d{4})$", done.stdout, re.M))
+    printed = run("streaming.py", "--quick", "--picture", str(picture))
+    means = dict(re.findall(r"^(vocabulary|hashed|unlimited) +(0\.\d{4})$", printed, re.M))
     found = {name: float(value) for name, value in means.items()}
     assert found["vocabulary"] > found["unlimited"] - 0.003
     assert found["vocabulary"] > found["hashed"] + 0.03
-    last = re.search(r"^ 30 .* ([\d,]+), ([\d,]+), ([\d,]+)$", done.stdout, re.M)
+    last = re.search(r"^ 30 .* ([\d,]+), ([\d,]+), ([\d,]+)$", printed, re.M)
     assert last is not None
     few, same, many = (int(each.replace(",", "")) for each in last.groups())
     assert few == same < many / 9
     assert "rows in use" in picture.read_text()
+
+
+def started(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run an example in a process that finds other packages."""
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def tiny_data(folder: Path) -> None:
+    """Files with the names and formats that the examples on real data read, but small."""
+    people = [
+        f"{user}\t{movie}\t{1 + (user + movie) % 5}"
+        for user in range(1, 60)
+        for movie in range(1, 20)
+    ]
+    triples = [f"e{i}\tplus {step}\te{(i + step) % 40}" for i in range(40) for step in (1, 2, 3)]
+    text = " ".join(f"{{{{cite|x}}}} [[king|queen]] man of war {i % 7}" for i in range(400))
+    files = {
+        "recbole/dataset_example/ml-100k/ml-100k.inter": "\n".join(["header", *people]),
+        "pykeen/datasets/umls/train.txt": "\n".join(triples[:100]),
+        "pykeen/datasets/umls/valid.txt": "\n".join(triples[100:110]),
+        "pykeen/datasets/umls/test.txt": "\n".join(triples[110:]),
+        "gensim/test/test_data/wordsim353.tsv": "# pairs\nQueen\tman\t5\nman\twar\t2\nof\twar\t1",
+    }
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        (folder / name.partition("/")[0] / "__init__.py").write_text("raise ImportError")
+    page = f"<page><text>{text}</text></page>\n" * 9
+    (folder / "gensim/test/test_data" / WORDS.ARTICLES).write_bytes(bz2.compress(page.encode()))
+
+
+WORDS = loaded("word_vectors")
+
+
+@pytest.mark.parametrize("name", ["umls", "movielens", "word_vectors"])
+def test_on_real_data_ours_has_the_accuracy_of_torch(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tiny_data(tmp_path)
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    done = started(f"{name}.py", "--quick", "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    scores = {each["name"]: each["scores"] for each in found["contestants"]}
+    assert scores["sparsestep.Adam"] == pytest.approx(scores["torch.optim.Adam"], abs=2e-3)
+    masked = scores["torch.optim.SparseAdam"]
+    assert scores["sparsestep.SparseAdam"] == pytest.approx(masked, abs=2e-3)
+    assert masked != scores["torch.optim.Adam"]
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("umls", "pykeen"), ("movielens", "recbole"), ("word_vectors", "gensim")],
+)
+def test_without_its_data_an_example_says_what_to_install(name: str, package: str):
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    done = started(f"{name}.py", "--quick")
+    assert done.returncode == 1
+    assert f"pip install --no-deps {package}==" in done.stderr
+
+
+def test_the_plain_text_of_an_article_and_the_ranks_of_equal_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tiny_data(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert WORDS.articles()[0][:5] == ["queen", "man", "of", "war", "queen"]
+    assert WORDS.ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+
+
+def test_the_board_notices_what_has_become_worse_and_the_page_shows_the_results():
+    board = pytest.importorskip("benchmarks.board")
+    if not board.RESULTS.exists():
+        pytest.skip("make board has not been run")
+    results = json.loads(board.RESULTS.read_text())["results"]
+    assert board.written(board.PAGE.read_text(), results) == board.PAGE.read_text()
+    for result in results:
+        assert board.regressions(result, result) == []
+        ours = next(each for each in result["contestants"] if board.is_ours(each))
+        seconds, scores = ours["seconds"], dict(ours["scores"])
+        slower = {**ours, "seconds": 2 * seconds}
+        others = [each for each in result["contestants"] if each is not ours]
+        (said,) = board.regressions({**result, "contestants": [slower, *others]}, result)
+        assert "in the last results" in said
+        sign = -1 if result["higher_is_better"] else 1
+        scores[result["metric"]] += sign * 0.4
+        worse = {**result, "contestants": [{**ours, "scores": scores}, *others]}
+        (apart,) = board.regressions(worse, result)
+        assert f"from {board.twin(result, ours)['name']}" in apart
+        published = {name: value - sign * 0.4 for name, value in result["published"].items()}
+        missed = board.regressions({**result, "published": published}, result)
+        assert len(missed) == len(published)
+        assert all("published" in each for each in missed)
+
+
+def test_patterns_that_change_learn_more_than_a_fixed_one(run: Run):
+    printed = run("dynamic_sparsity.py")
+    fixed, _, rigl = (float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed))
+    assert rigl < 0.2 * fixed

@@ -1,7 +1,7 @@
 """The command line: ``sparsestep demo``, ``info`` and ``plan``.
 
-A command is a module with a docstring (its help), ``add_arguments`` and ``run``. Packages that only
-the command line needs (rich, matplotlib) are imported when a command runs.
+A command is a module with a docstring (its help), ``add_arguments`` and ``run``. matplotlib and
+rich, which only the command line needs, are imported when a command runs.
 """
 
 from __future__ import annotations
@@ -11,33 +11,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from types import ModuleType
 
 from sparsestep.cli import demo, info, plan
 from sparsestep.version import __version__
 
+COMMANDS: dict[str, ModuleType] = {"demo": demo, "info": info, "plan": plan}
 
-class Command(Protocol):
-    """The module of a command."""
-
-    __doc__: str | None
-
-    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
-        """Declare the command's options."""
-
-    def run(self, options: argparse.Namespace, /) -> int:
-        """Run the command; returns the exit code."""
-
-
-COMMANDS: dict[str, Command] = {
-    "demo": demo,
-    "info": info,
-    "plan": plan,
-}
-
-_EXTRA = ("rich", "matplotlib")  # of sparsestep[cli]
-_MISSING = 1
-_UNWRITTEN = 1
+_FAILED = 1
 _INTERRUPTED = 130  # the exit code that shells expect after SIGINT
 
 _EXAMPLES = """\
@@ -50,12 +31,7 @@ Examples:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line.
-
-    Example:
-        >>> make_parser().parse_args(["demo", "--steps", "10"]).steps
-        10
-    """
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="sparsestep",
         description="Optimizers for PyTorch that cost what the batch uses.",
@@ -78,11 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        arguments: of the command line; by default, those of the process.
-    """
+    """Run one command and return its exit code."""
     try:
         try:
             return _run(arguments)
@@ -90,12 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _flush()  # a write error is raised here, not when the interpreter ends
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
         _discard_output()
-        return _UNWRITTEN
+        return _FAILED
     except OSError as error:
         _discard_output()
         with contextlib.suppress(OSError):  # stderr may be what cannot be written
             print(f"sparsestep: cannot continue: {error}.", file=sys.stderr, flush=True)
-        return _UNWRITTEN
+        return _FAILED
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -111,12 +83,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        if name not in _EXTRA:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("matplotlib", "rich"):
             raise
-        remedy = 'pip install "sparsestep[cli]"'
-        print(f"sparsestep: this command needs {name}; install it with {remedy}.", file=sys.stderr)
-        return _MISSING
+        remedy = 'install it with pip install "sparsestep[cli]"'
+        print(f"sparsestep: this command needs {package}; {remedy}.", file=sys.stderr)
+        return _FAILED
 
 
 def _flush() -> None:

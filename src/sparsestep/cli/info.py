@@ -20,6 +20,8 @@ from sparsestep.version import __version__
 
 Value = str | int | list[str] | None
 
+_MISSING = "the C++ core is missing"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``sparsestep info``."""
@@ -27,29 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print versions and hardware as plain text, which works without rich and pastes well."""
-    print(json.dumps(collect(), indent=2) if options.json else format_lines(collect()))
-    return 0
-
-
-def format_lines(values: dict[str, Value]) -> str:
-    """One aligned ``key: value`` per line.
-
-    Example:
-        >>> print(format_lines({"threads": 2, "cpu": "quick", "sets": ["a", "b"], "forced": None}))
-        threads: 2
-        cpu:     quick
-        sets:    a, b
-        forced:  none
-    """
+    """Print versions and hardware as plain text, which pastes well."""
+    values = collect()
+    if options.json:
+        print(json.dumps(values, indent=2))
+        return 0
     width = max(map(len, values)) + 1
-    return "\n".join(f"{key + ':':<{width}} {_format(value)}" for key, value in values.items())
-
-
-def _format(value: Value) -> str:
-    if isinstance(value, list):
-        value = ", ".join(value)
-    return "none" if value is None or value == "" else str(value)
+    for key, value in values.items():
+        text = ", ".join(value) if isinstance(value, list) else value
+        print(f"{key + ':':<{width}} {'none' if text in (None, '') else text}")
+    return 0
 
 
 def collect() -> dict[str, Value]:
@@ -59,7 +48,7 @@ def collect() -> dict[str, Value]:
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
         "torch": str(torch.__version__),
-        "engine": engine(),
+        "engine": "native" if _native.ext else f"reference ({_MISSING}: {_native.import_error})",
         "instruction_set": instruction_set(),
         "instruction_sets": [name for name, here in _native.instruction_sets().items() if here],
         "SPARSESTEP_ISA": os.environ.get("SPARSESTEP_ISA"),
@@ -68,13 +57,6 @@ def collect() -> dict[str, Value]:
         "cpu": cpu_model(),
         "huge_pages": huge_pages(),
     }
-
-
-def engine() -> str:
-    """The engine that ``"auto"`` takes for sparse gradients on the CPU, and why if it is slow."""
-    if _native.ext is not None:
-        return "native"
-    return f"reference (the C++ core is missing: {_native.import_error})"
 
 
 def instruction_set() -> str | None:
@@ -86,12 +68,7 @@ def instruction_set() -> str | None:
 
 
 def proc_field(source: Path, name: str) -> str | None:
-    """The first value of a field in a file of ``name : value`` lines; ``None`` if there is none.
-
-    Example:
-        >>> proc_field(Path("/nowhere"), "model name") is None
-        True
-    """
+    """The first value of a field in a file of ``name : value`` lines; ``None`` if there is none."""
     try:
         described = source.read_text()
     except OSError:
@@ -104,23 +81,13 @@ def proc_field(source: Path, name: str) -> str | None:
 
 
 def cpu_model(source: Path = Path("/proc/cpuinfo")) -> str:
-    """The name of the processor, as Linux gives it, else as Python knows it.
-
-    Args:
-        source: where Linux describes its processors.
-    """
+    """The name of the processor, as Linux gives it, else as Python knows it."""
     named = proc_field(source, "model name")
     return named or platform.processor() or platform.machine() or "unknown"
 
 
-def huge_pages(
-    source: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
-) -> str:
-    """Whether the system backs large tables with huge pages: always, madvise, never or unknown.
-
-    Args:
-        source: where Linux lists the choices, with brackets around the one in effect.
-    """
+def huge_pages(source: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> str:
+    """Whether the system backs large tables with huge pages: always, madvise, never or unknown."""
     try:
         choices = source.read_text()
     except OSError:

@@ -25,12 +25,7 @@ def add_number(
 
 
 def int_in_range(low: int, high: int) -> Callable[[str], int]:
-    """Convert to an integer in ``[low, high]``.
-
-    Example:
-        >>> int_in_range(1, 10)("7")
-        7
-    """
+    """Convert to an integer in ``[low, high]``."""
 
     def convert(text: str) -> int:
         try:
@@ -46,12 +41,7 @@ def int_in_range(low: int, high: int) -> Callable[[str], int]:
 
 
 def float_in_range(low: float, high: float) -> Callable[[str], float]:
-    """Convert to a number in ``[low, high]``.
-
-    Example:
-        >>> float_in_range(1, 10)("2.5")
-        2.5
-    """
+    """Convert to a number in ``[low, high]``."""
 
     def convert(text: str) -> float:
         try:

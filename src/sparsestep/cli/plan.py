@@ -34,26 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--ranks", int_in_range(1, 100_000), 8, "number of ranks")
     add_number(parser, "--batch", int_in_range(1, _MOST), 1024, "bags per rank and step")
     add_number(parser, "--ids", float_in_range(1, 1e6), 1.0, "ids per bag")
-    add_number(
-        parser,
-        "--state",
-        float_in_range(0, 8),
-        2.0,
-        "state values per element: 2 for Adam, 0 for plain SGD",
-    )
-    add_number(
-        parser,
-        "--network",
-        float_in_range(0.001, 1e5),
-        10.0,
-        "network speed of a rank in Gbit/s",
-        "GBIT",
-    )
+    state = "state values per element: 2 for Adam, 0 for plain SGD"
+    add_number(parser, "--state", float_in_range(0, 8), 2.0, state)
+    network = "network speed of a rank in Gbit/s"
+    add_number(parser, "--network", float_in_range(0.001, 1e5), 10.0, network, "GBIT")
     add_number(parser, "--bytes", int_in_range(1, 8), 4, "bytes per element of a table")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan and its totals as plain text, which works without rich."""
+    """Print the plan and its totals."""
     names = [name for name, _, _, _ in options.tables]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -75,23 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def format_totals(plan: Plan, state: float, network: float) -> str:
-    """Memory and traffic of a rank.
-
-    Args:
-        plan: where the tables go.
-        state: float32 values that the optimizer keeps per element.
-        network: Gbit/s.
-
-    Example:
-        >>> from sparsestep.distributed.placement import ByRow
-        >>> tables = [ByRow("user", 1_000_000, 64, 4)]
-        >>> plan = Plan(tables, world_size=4, batch=1024)
-        >>> print(format_totals(plan, state=2.0, network=10.0))
-        <BLANKLINE>
-        memory per rank, at most: 192.0 MB (64.0 MB of tables, 128.0 MB of state)
-        sent by a rank: 396.3 kB a step, 0.3 ms at 10 Gbit/s
-        busiest rank: 396.3 kB a step, 0.3 ms at 10 Gbit/s
-    """
+    """Memory and traffic of a rank, with ``state`` float32 values per element."""
     most = max(range(plan.world_size), key=plan.bytes_on)
     weights = plan.bytes_on(most)
     of_state = state * sum(4 * p.rows_on(most, plan.world_size) * p.dim for p in plan.placements)
@@ -121,9 +94,8 @@ def _parse_table(text: str) -> tuple[str, int, int, str]:
         requirement = "a table must be NAME=ROWSxDIM, like user=1000000x64"
         raise argparse.ArgumentTypeError(message(requirement, repr(text)))
     if rest != size and kind not in PLACEMENTS:
-        requirement = (
-            f"what follows the size must be one of {', '.join(f':{k}' for k in PLACEMENTS)}"
-        )
+        kinds = ", ".join(f":{known}" for known in PLACEMENTS)
+        requirement = f"what follows the size must be one of {kinds}"
         raise argparse.ArgumentTypeError(message(requirement, repr(f":{kind}")))
     return name, int(rows), int(dim), kind
 

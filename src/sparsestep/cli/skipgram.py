@@ -61,12 +61,7 @@ _TOKEN = re.compile(
 
 
 def find_identifiers(source: str) -> list[str]:
-    r"""The identifiers of ``source`` in order; keywords, strings and comments are left out.
-
-    Example:
-        >>> find_identifiers('for name in names:  # each\n    print("a name", name)')
-        ['name', 'names', 'print', 'name']
-    """
+    """The identifiers of ``source`` in order; keywords, strings and comments are left out."""
     return [word for word in _TOKEN.findall(source) if word and not keyword.iskeyword(word)]
 
 
@@ -76,11 +71,7 @@ def stdlib_path() -> Path:
 
 
 def read_corpus(root: Path) -> list[list[str]]:
-    """The identifiers of each Python file under ``root``, in the order of the files' paths.
-
-    Args:
-        root: a directory; tests and installed packages below it are left out.
-    """
+    """The identifiers of each Python file under ``root``, except for tests and packages."""
     files = sorted(
         path
         for path in root.rglob("*.py")
@@ -91,12 +82,7 @@ def read_corpus(root: Path) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class WordCounts:
-    """The words that get a vector.
-
-    Attributes:
-        words: the most frequent first.
-        counts: how often each was seen.
-    """
+    """The words that get a vector, the most frequent first, and how often each was seen."""
 
     words: Sequence[str]
     counts: Sequence[int]
@@ -108,14 +94,7 @@ class WordCounts:
 
 
 def count_words(files: Iterable[Iterable[str]], size: int) -> WordCounts:
-    """The ``size`` most frequent words of ``files``, or all of them if there are fewer.
-
-    Words that are equally frequent keep the order in which they were first seen.
-
-    Example:
-        >>> count_words([["b", "a"], ["c", "a"]], size=2)
-        WordCounts(words=('a', 'b'), counts=(2, 1))
-    """
+    """The ``size`` most frequent words of ``files``, or all of them if there are fewer."""
     counts: Counter[str] = Counter()
     for words in files:
         counts.update(words)
@@ -130,10 +109,8 @@ class SkipgramBatch(NamedTuple):
     candidates: Tensor
 
 
-def cooccurring_pairs(
-    files: Iterable[Iterable[str]], known: WordCounts, window: int = WINDOW
-) -> Tensor:
-    """Every pair of words at most ``window`` known words apart in one file, both ways round.
+def cooccurring_pairs(files: Iterable[Iterable[str]], known: WordCounts) -> Tensor:
+    """Every pair of words at most ``WINDOW`` known words apart in one file, both ways round.
 
     Example:
         >>> cooccurring_pairs([["a", "rare", "b"], ["b"]], WordCounts(("a", "b"), (1, 2)))
@@ -144,7 +121,7 @@ def cooccurring_pairs(
     found = [torch.empty(2, 0, dtype=torch.int64)]
     for words in files:
         rows = torch.tensor([index[word] for word in words if word in index], dtype=torch.int64)
-        for distance in range(1, window + 1):
+        for distance in range(1, WINDOW + 1):
             pair = torch.stack([rows[:-distance], rows[distance:]])
             found += [pair, pair.flip(0)]
     return torch.cat(found, dim=1)
@@ -199,20 +176,12 @@ def initial_tables(words: int, dim: int, seed: int) -> SkipgramTables:
 
 @dataclass
 class TrainingRun:
-    """The measurements of one training run.
-
-    Attributes:
-        name: of the optimizer.
-        losses: of every step.
-        seconds: of every step: drawing the batch, forward, backward and update.
-        optimizer_seconds: of these, what all calls of ``optimizer.step()`` took together.
-        tables: the trained weights.
-    """
+    """The measurements of one training run."""
 
     name: str
-    losses: list[float]
-    seconds: list[float]
-    optimizer_seconds: float
+    losses: list[float]  # of every step
+    seconds: list[float]  # likewise: drawing the batch, forward, backward and update
+    optimizer_seconds: float  # of these, what all calls of ``optimizer.step()`` took together
     tables: SkipgramTables
 
     @property
@@ -227,14 +196,9 @@ def train_steps(
     optimizer_class: Callable[..., Optimizer],
     weights: SkipgramTables,
     batches: Iterable[SkipgramBatch],
+    clock: Callable[[], float] = perf_counter,
 ) -> Iterator[TrainingRun]:
     """Train copies of both tables.
-
-    Args:
-        name: of the optimizer, for people.
-        optimizer_class: takes parameters and ``lr``.
-        weights: where to start.
-        batches: one per step.
 
     Yields:
         The run, always the same object, after each step. Time between steps is not counted.
@@ -245,7 +209,7 @@ def train_steps(
     optimizer = optimizer_class([words.weight, candidates.weight], lr=LEARNING_RATE)
     trained = SkipgramTables(words.weight.detach(), candidates.weight.detach())
     run = TrainingRun(name, [], [], 0.0, trained)
-    began = perf_counter()
+    began = clock()
     for batch in batches:
         scores = (candidates(batch.candidates) @ words(batch.words).unsqueeze(2)).squeeze(2)
         truth = torch.zeros_like(scores)
@@ -253,13 +217,13 @@ def train_steps(
         loss = binary_cross_entropy_with_logits(scores, truth, reduction="sum") / len(scores)
         optimizer.zero_grad()
         loss.backward()
-        before = perf_counter()
+        before = clock()
         optimizer.step()
-        run.optimizer_seconds += perf_counter() - before
+        run.optimizer_seconds += clock() - before
         run.losses.append(loss.item())
-        run.seconds.append(perf_counter() - began)
+        run.seconds.append(clock() - began)
         yield run
-        began = perf_counter()
+        began = clock()
 
 
 def train(

@@ -1,8 +1,0 @@
-"""``python -m sparsestep.cli`` is the same as ``sparsestep``."""
-
-import sys
-
-from sparsestep.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
