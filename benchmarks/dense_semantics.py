@@ -1,4 +1,4 @@
-"""What dense semantics costs: three questions about ``semantics="dense"``.
+"""What dense semantics costs: four questions about ``semantics="dense"``.
 
 A tracked step: the rows of a lookup are brought up to date, as ``optimizer.track`` does it, then
 updated; against the step of masked semantics, which only updates them. Both are AdamW with sparse
@@ -6,6 +6,9 @@ gradients and fresh rows in every step.
 
 The whole table: ``catch_up()`` after some steps, with every row behind that they did not touch;
 against one step of torch's fused AdamW with a dense gradient, which passes over the table too.
+
+Tiny gradients: the catch-up of a lookup where gradients are about 1e-6, so that eps matters;
+against gradients of 1e-2. On one thread, in CPU time, for several betas and steps.
 
 The history: what a step adds to it, at step 1,000,000. The table does not matter for that.
 """
@@ -16,7 +19,7 @@ import argparse
 import warnings
 from collections.abc import Sequence
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from torch import Tensor
@@ -86,6 +89,50 @@ class WholeTable(Stepping):
         self._dense.catch_up()
 
 
+class CatchUpCost:
+    """The catch-up of lookups, with steps in between that are not timed."""
+
+    def __init__(self, scale: float, done: int, betas: tuple[float, float], rows: int) -> None:
+        self._scale, self._random = scale, torch.Generator().manual_seed(0)
+        self._param = Parameter(torch.randn(rows, DIM, generator=self._random))
+        self._optimizer = sparsestep.AdamW(
+            [self._param], lr=LR, betas=betas, weight_decay=DECAY, semantics="dense"
+        )
+        self._optimizer.materialize_state()
+        self._optimizer.state[self._param]["step"].fill_(done)
+        self._param.grad = self._drawn(rows)  # every row has momentum
+        self._optimizer.step()
+
+    def _drawn(self, rows: int) -> Tensor:
+        return self._scale * torch.randn(rows, DIM, generator=self._random)
+
+    def cpu_time(self, lookups: int) -> float:
+        """Catch up the rows of a lookup, and take its step."""
+        shape = self._param.shape
+        ids = torch.randint(0, shape[0], (lookups,), generator=self._random)
+        begin = process_time()
+        self._optimizer.catch_up(self._param, ids)
+        taken = process_time() - begin
+        values = self._drawn(lookups)
+        self._param.grad = torch.sparse_coo_tensor(ids[None], values, shape, check_invariants=False)
+        self._optimizer.step()
+        return taken
+
+
+def show_tiny_gradients(rows: int, lookups: int, rounds: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for done, betas in ((0, (0.9, 0.999)), (2000, (0.9, 0.999)), (2000, (0.9, 0.95))):
+        racers = [CatchUpCost(scale, done, betas, rows) for scale in (1e-6, 1e-2)]
+        times = [[racer.cpu_time(lookups) for racer in racers] for _ in range(rounds)]
+        tiny, ordinary = (1e3 * median(each) for each in zip(*times, strict=True))
+        print(
+            f"{'tiny gradients':30} {tiny / ordinary:5.2f} x ordinary ones (goal: at most 1.2): "
+            f"{tiny:.2f} ms, {ordinary:.2f} ms; betas {betas}, from step {done:,}"
+        )
+    torch.set_num_threads(threads)
+
+
 def compare(name: str, goal: float, racers: Sequence[Stepping], rounds: int, than: str) -> None:
     ours, theirs = medians(racers, rounds)
     print(
@@ -147,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Stepping(torchs, [dense], [[whole]] * SETS),
     ]
     compare("catch_up() of the whole table", 2, racers, rounds, "torch's fused AdamW")
+    show_tiny_gradients(max(2, rows // 4), max(1, options.lookups // 8), rounds)
     show_history(options.steps)
 
 

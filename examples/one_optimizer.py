@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"  one optimizer, sparsestep.AdamW             {final[0]:.4f}")
     print(f"  two optimizers, torch's SparseAdam + AdamW  {final[1]:.4f}")
     print(f"  apart                                       {100 * apart:.4f} %")
-    print(f"  for comparison: tossing a coin              {math.log(2):.4f}")
+    print(f"  for comparison: chance level                {math.log(2):.4f}")
     best = binary_cross_entropy_with_logits(logits, clicks).item()
     print(f"  for comparison: knowing the hidden vectors  {best:.4f}")
     if apart > 0.01:

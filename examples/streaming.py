@@ -162,7 +162,7 @@ def draw(path: str, days: Sequence[Day]) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.5, 6.0), facecolor="white")
+    figure = Figure(figsize=(5.6, 5.4), facecolor="white", layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     numbers = range(1, len(days) + 1)
     for name, colour in _COLOURS.items():

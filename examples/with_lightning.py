@@ -44,6 +44,16 @@ class Recommender(lightning.LightningModule):
         return sparsestep.AdamW(self.parameters(), lr=0.02)
 
 
+class LogMetrics(lightning.Callback):
+    """Logs optimizer.metrics() after every batch."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Gradients are still there: Lightning clears them before the next backward."""
+        for optimizer in trainer.optimizers:
+            found = {f"optimizer/{name}": float(n) for name, n in optimizer.metrics().items()}
+            pl_module.log_dict(found)
+
+
 def clicks() -> DataLoader[tuple[Tensor, ...]]:
     """Batches of users, items and whether there was a click."""
     generator = torch.Generator().manual_seed(0)
@@ -62,11 +72,13 @@ def train(epochs: int, folder: Path, resume: Path | None = None, **options: Any)
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        callbacks=[LogMetrics()],
         **options,
     )
     module = Recommender()
     trainer.fit(module, clicks(), ckpt_path=resume)
     trainer.save_checkpoint(folder / "last.ckpt")
+    assert trainer.callback_metrics["optimizer/rows_touched"] > 0
     print(f"{epochs} epochs, {options}: loss {float(trainer.callback_metrics['loss']):.4f}")
     return module
 
