@@ -30,6 +30,7 @@ extensions = [
     "sphinx_design",
     "executed",
     "optimizers",
+    "social",
     "source_links",
 ]
 exclude_patterns = ["_build", "README.md"]
@@ -71,6 +72,9 @@ nitpick_ignore_regex = [
 # Look
 html_theme = "furo"
 html_title = "sparsestep"
+html_logo = "_static/logo.svg"
+html_favicon = "_static/logo.svg"
+html_baseurl = "https://sparsestep.readthedocs.io/en/latest/"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False

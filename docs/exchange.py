@@ -1,30 +1,23 @@
 """Draw docs/exchange.svg: what two ranks send each other in a step, for docs/several-machines.md.
 
 Example:
-    python docs/exchange.py                              # writes docs/exchange.svg
-    python docs/exchange.py --folder /tmp --format png   # to look at
+    python -m docs.exchange
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-_INK = "#222222"
-_FAINT = "#6b6b6b"
-_IDS = "#d1812f"
-_ROWS = "#1f6fb4"
-_GRADIENTS = "#3a8a4d"
-# The same bytes every time, and text that a reader can search for.
-_SVG = {"svg.hashsalt": "sparsestep", "svg.fonttype": "none"}
-_LEFT, _RIGHT, _WIDTH = 0.18, 0.71, 0.27
+from docs.theme import BOX, FAINT, GREEN, GRID, INK, LINE, OURS, TEXT, TITLE, TORCH, WIDTH, save
+
+_IDS, _ROWS, _GRADIENTS = TORCH, OURS, GREEN
+_LEFT, _RIGHT, _WIDTH = 0.02, 0.65, 0.33
 
 
 class Line(NamedTuple):
@@ -42,83 +35,75 @@ class Line(NamedTuple):
     here: str
     sent: str
     there: str
-    colour: str = _FAINT
+    colour: str = FAINT
 
 
 LINES = [
-    Line("lookup", "checks ids 7, 3, 7; 3 and 7 once", "counts, “refused” ▶", "agrees, or raises"),
-    Line("", "", "ids 3, 7 ▶", "looks up rows 3 and 7", _IDS),
+    Line("lookup", "checks ids 7, 3, 7", "counts, status ▶", "agrees, or raises"),
+    Line("", "sends each id once", "ids 3, 7 ▶", "looks up rows 3 and 7", _IDS),
     Line("", "rows of 7, 3, 7 for the model", "◀ rows 3, 7", "keeps the ids, not the rows", _ROWS),
-    Line("backward", "gradients of the rows, added up", "", "the same, for what it has asked"),
+    Line("backward", "sums the gradients of its lookups", "", "the same for its own lookups"),
     Line("clip or step", "which lookups have gradients", "counts ▶", "agrees, or raises"),
-    Line("", "one row for each id", "gradients of 3, 7 ▶", "a compact gradient", _GRADIENTS),
-    Line("clip", "the norm of what it has", "◀ norms ▶", "the norm of what it has"),
-    Line("step", "updates the rows it has", "", "updates the rows it has"),
+    Line("", "one row for each id", "gradients ▶", "a compact gradient", _GRADIENTS),
+    Line("clip", "norm of its rows", "◀ norms ▶", "norm of its rows"),
+    Line("step", "updates its rows", "", "updates its rows"),
 ]
 
 
 def draw() -> Figure:
-    """Two columns of boxes, and arrows between them."""
-    figure = Figure(figsize=(8.5, 5.4), facecolor="white")
+    """Two columns of boxes, and arrows between them; a heading above each part of a step."""
+    headings = sum(bool(line.when) for line in LINES)
+    bottom = len(LINES) + 0.45 * headings
+    figure = Figure(figsize=(WIDTH, 0.5 * (bottom + 2.6)), facecolor="white")
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_xlim(0, 1)
-    axes.set_ylim(len(LINES) + 1.15, -1.15)
+    axes.set_ylim(bottom + 1.1, -1.5)
     axes.axis("off")
-    title = {"fontsize": 14, "fontweight": "bold", "color": _INK}
-    axes.text(0.02, -0.62, "A step of two ranks that share a table", **title)
-    _write(axes, 0.02, -0.18, "Every rank asks and answers at once; shown is one of the two ways")
-    for left, words in ((_LEFT, "rank 0, which asks"), (_RIGHT, "rank 1, which has the rows")):
-        axes.text(left + 0.01, 0.34, words, fontsize=10.5, fontweight="bold", color=_INK)
-    for place, line in enumerate(LINES, 1):
-        _draw_line(axes, place, line)
-    below = "The next batch's ids can go while this one computes: lockstep(loader, prefetch=1)"
-    _write(axes, 0.02, len(LINES) + 0.85, below)
+    bold = {"fontweight": "bold", "color": INK}
+    axes.text(0.02, -0.9, "A step of two ranks that share a table", fontsize=TITLE, **bold)
+    _write(axes, -0.42, "Each rank sends requests and answers them; one direction is shown.")
+    for left, words in ((_LEFT, "rank 0 looks up"), (_RIGHT, "rank 1 owns the rows")):
+        axes.text(left, 0.25, words, fontsize=TEXT, **bold)
+    place = 0.45
+    for line in LINES:
+        if line.when:
+            axes.axhline(place + 0.05, 0.02, 0.98, color=GRID, linewidth=0.8)
+            axes.text(0.5, place + 0.3, line.when, fontsize=TEXT, ha="center", va="center", **bold)
+            place += 0.45
+        _draw_line(axes, place + 0.5, line)
+        place += 1
+    below = "lockstep(loader, prefetch=1) sends the next ids meanwhile."
+    _write(axes, bottom + 0.8, below)
     return figure
 
 
-def _draw_line(axes: Axes, place: int, line: Line) -> None:
-    if line.when:
-        axes.axhline(place - 0.47, 0.02, 0.98, color="#e6e6e6", linewidth=0.8)
-        axes.text(0.02, place, line.when, fontsize=10.5, color=_INK, va="center")
+def _draw_line(axes: Axes, place: float, line: Line) -> None:
     for left, words in ((_LEFT, line.here), (_RIGHT, line.there)):
-        if words:
-            _box(axes, left, place, words)
+        look = {"facecolor": BOX, "edgecolor": LINE, "linewidth": 0.8}
+        style = "round,pad=0.0,rounding_size=0.01"
+        corner = (left, place - 0.44)
+        box = FancyBboxPatch(corner, _WIDTH, 0.88, boxstyle=style, mutation_aspect=9, **look)
+        axes.add_patch(box)
+        text = textwrap.fill(words, 22)
+        axes.text(left + 0.015, place, text, fontsize=TEXT - 0.5, color=INK, va="center")
     if line.sent:
         both = line.sent.startswith("◀") and line.sent.endswith("▶")
         style = "<->" if both else "<-" if line.sent.startswith("◀") else "->"
         arrow = {"arrowstyle": style, "color": line.colour, "linewidth": 1.8}
-        ends = (_LEFT + _WIDTH + 0.015, place + 0.14), (_RIGHT - 0.015, place + 0.14)
+        ends = (_LEFT + _WIDTH + 0.01, place + 0.14), (_RIGHT - 0.01, place + 0.14)
         axes.annotate("", ends[1], ends[0], arrowprops=arrow)
-        words = line.sent.strip("◀▶ ")
         middle = (ends[0][0] + ends[1][0]) / 2
-        axes.text(middle, place - 0.14, words, fontsize=9.5, color=line.colour, ha="center")
+        words = line.sent.strip("◀▶ ")
+        axes.text(middle, place - 0.08, words, fontsize=TEXT - 0.5, color=line.colour, ha="center")
 
 
-def _box(axes: Axes, left: float, place: int, words: str) -> None:
-    style = "round,pad=0.0,rounding_size=0.01"
-    look = {"facecolor": "#f6f6f6", "edgecolor": "#bbbbbb", "linewidth": 0.8}
-    box = FancyBboxPatch(
-        (left, place - 0.32), _WIDTH, 0.64, boxstyle=style, mutation_aspect=9, **look
-    )
-    axes.add_patch(box)
-    axes.text(left + 0.01, place, words, fontsize=9.5, color=_INK, va="center")
+def _write(axes: Axes, place: float, words: str) -> None:
+    axes.text(0.02, place, words, fontsize=TEXT, color=FAINT)
 
 
-def _write(axes: Axes, left: float, place: float, words: str) -> None:
-    axes.text(left, place, words, fontsize=9.5, color=_FAINT)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Write the picture."""
-    parser = argparse.ArgumentParser(description="Draw the picture of docs/several-machines.md.")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--format", choices=("svg", "png"), default="svg")
-    options = parser.parse_args(arguments)
-    path = options.folder / f"exchange.{options.format}"
-    dated = {"Date": None} if options.format == "svg" else None
-    with matplotlib.rc_context(_SVG):
-        draw().savefig(path, format=options.format, metadata=dated, dpi=160)
-    print(f"wrote {path}")
+    save(draw(), Path(__file__).parent / "exchange.svg")
 
 
 if __name__ == "__main__":

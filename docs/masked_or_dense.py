@@ -4,35 +4,28 @@ Each point of the dense curve comes from a run of its own, which is caught up on
 the curve shows what a single catch-up makes of all the steps that the row has missed.
 
 Example:
-    python docs/masked_or_dense.py                              # writes docs/*.svg
-    python docs/masked_or_dense.py --folder /tmp --format png   # to look at
+    python -m docs.masked_or_dense
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import sparsestep
+from docs.theme import FAINT, GRID, INK, LINE, OURS, TEXT, TITLE, TORCH, WIDTH, save
 
 # The row's gradient in the steps that touch it. In all others another row is touched.
 GRADIENTS = {10: 1.0, 26: 1.0, 70: -2.0}
 STEPS = 120
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 
-_INK = "#222222"
-_FAINT = "#6b6b6b"
-_MASKED = "#d1812f"
-_DENSE = "#1f6fb4"
-# The same bytes every time, and text that a reader can search for.
-_SVG = {"svg.hashsalt": "sparsestep", "svg.fonttype": "none"}
+_MASKED, _DENSE = TORCH, OURS
 _TORCH_EVERY = 5  # steps between the marks of torch's numbers
 
 
@@ -103,26 +96,33 @@ def draw_both() -> Figure:
     dense = [caught_up_after(count) for count in steps]
     torchs = stored(Run(torch.optim.AdamW, sparse=False))
 
-    figure = Figure(figsize=(8.5, 6.8), facecolor="white")
-    figure.subplots_adjust(left=0.09, right=0.97, top=0.86, bottom=0.08, hspace=0.1)
+    figure = Figure(figsize=(WIDTH, 6.2), facecolor="white")
+    figure.subplots_adjust(left=0.13, right=0.97, top=0.85, bottom=0.08, hspace=0.1)
     panels = figure.subplots(2, 1, sharex=True)
     for axes, part in zip(panels, Point._fields, strict=True):
         axes.plot(steps, [getattr(point, part) for point in masked], color=_MASKED, linewidth=2.4)
         axes.plot(steps, [getattr(point, part) for point in dense], color=_DENSE, linewidth=2.4)
         _ring(axes, [getattr(point, part) for point in torchs])
         _dress(axes)
-        axes.set_ylabel(f"{part} of the row", color=_FAINT)
-    panels[1].set_xlabel("step", color=_FAINT)
+        axes.set_ylabel(f"{part} of the row", color=FAINT)
+    panels[1].set_xlabel("step", color=FAINT)
     _mark_gradients(panels[0])
     _mark_gradients(panels[1])
     top = panels[0]
-    _say(top, (72, masked[72].value), "masked: frozen until it is looked up", _MASKED, lift=-12)
-    _say(top, (72, 0.875), "dense: momentum and decay go on", _DENSE)
-    _say(top, (72, 0.875), "○  torch.optim.AdamW on dense gradients", _INK, lift=-14)
+    _say(
+        top,
+        (118, masked[72].value),
+        "masked: frozen until looked up",
+        _MASKED,
+        lift=-12,
+        right=True,
+    )
+    _say(top, (118, 0.875), "dense: momentum and decay go on", _DENSE, right=True)
+    _say(top, (118, 0.875), "○  torch.optim.AdamW, dense", INK, lift=-14, right=True)
     _write_titles(
         top,
         "One row under both semantics",
-        "AdamW, lr 0.02, weight decay 0.1. In all steps but 10, 26 and 70 the batch has other rows",
+        "AdamW, lr 0.02, weight decay 0.1. The row has a\ngradient in steps 10, 26 and 70 only.",
     )
     return figure
 
@@ -142,26 +142,26 @@ def draw_put_off() -> Figure:
     line.append((STEPS, run.read().value))
     jumps.append((STEPS, before.value, run.read().value))
 
-    figure = Figure(figsize=(8.5, 4.4), facecolor="white")
-    figure.subplots_adjust(left=0.09, right=0.97, top=0.79, bottom=0.12)
+    figure = Figure(figsize=(WIDTH, 3.9), facecolor="white")
+    figure.subplots_adjust(left=0.13, right=0.97, top=0.77, bottom=0.13)
     axes = figure.add_subplot()
     axes.plot(*zip(*line, strict=True), color=_DENSE, linewidth=2.4, clip_on=False)
     _ring(axes, [point.value for point in stored(Run(torch.optim.AdamW, sparse=False))])
     _dress(axes)
-    axes.set_ylabel("value of the row", color=_FAINT)
-    axes.set_xlabel("step", color=_FAINT)
+    axes.set_ylabel("value of the row", color=FAINT)
+    axes.set_xlabel("step", color=FAINT)
     _mark_gradients(axes)
     for place, old, new in jumps:
         missed = place - max((step for step in GRADIENTS if step <= place), default=0)
         words = f"{missed} steps at once"
         room = place > STEPS / 3
         _say(axes, (place, (old + new) / 2), words, _DENSE, along=-7 if room else 14, right=room)
-    _say(axes, (28, line[2 * 28][1]), "as stored under dense semantics", _DENSE, lift=10)
-    _say(axes, (72, 0.84), "○  torch.optim.AdamW on dense gradients", _INK)
+    _say(axes, (28, line[2 * 28][1]), "as stored, dense semantics", _DENSE, lift=10)
+    _say(axes, (118, 0.83), "○  torch.optim.AdamW, dense", INK, right=True)
     _write_titles(
         axes,
         "What is stored meanwhile",
-        "The row stays as it is until it is looked up again, or until state_dict() in the end",
+        "The row stays as it is until it is looked up again,\nor until state_dict() in the end.",
     )
     return figure
 
@@ -171,7 +171,7 @@ def _ring(axes: Axes, values: Sequence[float]) -> None:
     marked = range(0, STEPS + 1, _TORCH_EVERY)
     heights = [values[step] for step in marked]
     axes.plot(
-        marked, heights, "o", color=_INK, markersize=4.8, fillstyle="none", clip_on=False, zorder=5
+        marked, heights, "o", color=INK, markersize=4.8, fillstyle="none", clip_on=False, zorder=5
     )
 
 
@@ -179,12 +179,12 @@ def _dress(axes: Axes) -> None:
     axes.set_facecolor("white")
     axes.set_xlim(0, STEPS)
     axes.margins(y=0.1)
-    axes.tick_params(colors=_FAINT, length=0, labelsize=9)
-    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    axes.tick_params(colors=FAINT, length=0, labelsize=TEXT)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
-        spine.set_color("#bbbbbb")
+        spine.set_color(LINE)
 
 
 def _say(
@@ -204,7 +204,7 @@ def _say(
         textcoords="offset points",
         ha="right" if right else "left",
         va="center",
-        fontsize=9.5,
+        fontsize=TEXT,
         color=colour,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
     )
@@ -214,44 +214,36 @@ def _mark_gradients(axes: Axes) -> None:
     for step, gradient in GRADIENTS.items():
         axes.axvline(step, color="#9a9a9a", linewidth=0.9, linestyle=(0, (2, 2)), zorder=0)
         axes.annotate(
-            f"gradient {gradient:+g}".replace("-", "−"),  # noqa: RUF001
+            f"{gradient:+g}".replace("-", "−"),  # noqa: RUF001
             (step, 0.02),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),
             textcoords="offset points",
-            fontsize=8.5,
-            color=_FAINT,
+            fontsize=TEXT - 1,
+            color=FAINT,
         )
 
 
 def _write_titles(axes: Axes, title: str, subtitle: str) -> None:
-    axes.set_title(title, loc="left", pad=26, fontsize=14, fontweight="bold", color=_INK)
+    axes.set_title(title, loc="left", pad=42, fontsize=TITLE, fontweight="bold", color=INK)
     axes.annotate(
         subtitle,
         (0, 1),
         xycoords="axes fraction",
         xytext=(0, 10),
         textcoords="offset points",
-        fontsize=9.5,
-        color=_FAINT,
+        fontsize=TEXT,
+        color=FAINT,
     )
 
 
 PICTURES = {"masked-or-dense": draw_both, "caught-up": draw_put_off}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Write the pictures."""
-    parser = argparse.ArgumentParser(description="Draw the pictures of docs/masked-or-dense.md.")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--format", choices=("svg", "png"), default="svg")
-    options = parser.parse_args(arguments)
     for name, draw in PICTURES.items():
-        path = options.folder / f"{name}.{options.format}"
-        dated = {"Date": None} if options.format == "svg" else None
-        with matplotlib.rc_context(_SVG):
-            draw().savefig(path, format=options.format, metadata=dated, dpi=160)
-        print(f"wrote {path}")
+        save(draw(), Path(__file__).parent / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -16,37 +16,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from benchmarks.harness.figure import draw
+from benchmarks.harness.figure import lines
 from benchmarks.harness.results import Report
+from docs import claims
+from docs.theme import FAINT, GRID, INK, LIGHT, OURS, TEXT, TORCH, framed, save
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
-
-INK, FAINT, OURS, TORCH = "#222222", "#6b6b6b", "#1f6fb4", "#d1812f"
-LIGHT = "#9dbfdc"
-_SVG: Any = {"svg.hashsalt": "sparsestep", "svg.fonttype": "none"}
-
-
-def framed(
-    title: str, caption: str, *, height: float = 3.4, left: float = 0.08, bottom: float = 0.45
-) -> Axes:
-    """Axes on white, without a frame, under the finding and a line that says what it is of.
-
-    Sizes are in inches, but for ``left``; ``bottom`` is the room for the labels of the x axis.
-    """
-    figure = Figure(figsize=(8.5, height), facecolor="white")
-    figure.subplots_adjust(left=left, right=0.96, top=1 - 0.75 / height, bottom=bottom / height)
-    axes = figure.add_subplot(facecolor="white")
-    axes.tick_params(colors=FAINT, length=0, labelsize=9.5)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    figure.text(0.02, 1 - 0.24 / height, title, fontsize=14, fontweight="bold", color=INK)
-    figure.text(0.02, 1 - 0.48 / height, caption, fontsize=9.5, color=FAINT)
-    return axes
 
 
 def beside(axes: Axes, value: float, place: float, text: str) -> None:
@@ -58,14 +37,72 @@ def beside(axes: Axes, value: float, place: float, text: str) -> None:
         textcoords="offset points",
         va="center",
         color=OURS,
-        fontsize=10,
+        fontsize=TEXT,
     )
 
 
-def save(axes: Axes, path: Path) -> None:
-    """Write the picture, with text that can be searched for and without a date."""
-    with matplotlib.rc_context(_SVG):
-        axes.get_figure(root=True).savefig(path, format="svg", metadata={"Date": None})
+def draw_training(path: Path, found: dict[str, Any]) -> None:
+    """The loss of both runs of the demo against time."""
+    day = datetime.fromisoformat(found["date"]).date()
+    torch_version = found["versions"]["torch"].partition("+")[0]
+    axes = framed(
+        f"The same training, {claims.training(found)} times as fast",
+        f"word2vec, {found['words']:,} words, {found['steps']:,} steps; one line differs. "
+        f"Loss against CPU time, one thread of an {found['machine']['cpu']}, "
+        f"torch {torch_version}, {day}",
+        height=2.6,
+        left=0.5,
+    )
+    for run, color in zip(found["runs"], (TORCH, OURS), strict=True):
+        axes.plot(run["seconds"], run["losses"], color=color, linewidth=2.4)
+        end = (run["seconds"][-1], run["losses"][-1])
+        axes.plot(*end, "o", color=color, markersize=6)
+        look = {"color": color, "fontweight": "bold", "fontsize": TEXT, "va": "center"}
+        lift = 34 if color == TORCH else -14
+        place = {"xytext": (0, lift), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"{run['name']}, {end[0]:.0f} s", end, **place, **look)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=1.0)
+    axes.set_xlabel("seconds", color=FAINT, fontsize=TEXT)
+    save(axes, path)
+
+
+def draw_lookups(path: Path, report: Report) -> None:
+    """Milliseconds per step against lookups, on logarithmic axes."""
+    cases = sorted(report.cases, key=lambda each: each.case.lookups)
+    case = cases[0].case
+    axes = framed(
+        "Milliseconds per step against lookups",
+        f"one table of {case.rows:,} x {case.dim}, {case.distribution} ids, two threads; "
+        "both axes are logarithmic",
+        height=3.2,
+        left=0.6,
+    )
+    looks = {
+        "torch SparseAdam": (TORCH, 2.4, "-", "torch.optim.SparseAdam"),
+        "torch Adam dense fused": (FAINT, 1.4, "-", "torch.optim.Adam, dense"),
+        "sparsestep": (OURS, 2.4, "-", "sparsestep.SparseAdam"),
+        "limit": (INK, 1.2, (0, (5, 3)), "the limit"),
+    }
+    for name, lookups, milliseconds in lines(cases):
+        if name in looks:
+            color, width, style, label = looks[name]
+            look = {"color": color, "linewidth": width, "linestyle": style, "label": label}
+            axes.plot(lookups, milliseconds, **look)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.margins(x=0)
+    shown = [each.case.lookups for each in cases][:-1:2]
+    axes.xaxis.set_major_locator(FixedLocator(shown))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_xlabel("lookups per step", color=FAINT, fontsize=TEXT)
+    axes.legend(frameon=False, fontsize=TEXT, labelcolor="linecolor", loc="upper left")
+    save(axes, path)
 
 
 def draw_ratios(path: Path, report: Report) -> None:
@@ -73,22 +110,23 @@ def draw_ratios(path: Path, report: Report) -> None:
     cases = [(each.case.name, each.timing("sparsestep")) for each in report.cases]
     found = [(name, timing.times_torch or 0.0) for name, timing in cases if timing]
     found.sort(key=lambda each: each[1])
-    least, most = found[0][1], found[-1][1]
+    most = found[-1][1]
     day = datetime.fromisoformat(report.date).date()
     machine = f"{report.machine.cores} cores of an {report.machine.cpu}"
     axes = framed(
-        f"A step {least:.0f} to {most:.0f} times as fast as torch.optim.SparseAdam",
+        f"A step is {claims.speedup(report)} times as fast as torch.optim.SparseAdam",
         f"rows x columns, lookups; {machine}, torch {report.versions['torch']}, {day}",
-        height=3.1,
-        left=0.36,
+        height=2.3,
+        left=2.45,
         bottom=0.15,
     )
     axes.barh([name for name, _ in found], [ratio for _, ratio in found], color=OURS, height=0.62)
     axes.axvline(1.0, color=TORCH, linewidth=2.4)
     for place, (_, ratio) in enumerate(found):
         beside(axes, ratio, place, f"{ratio:.1f}x")
-    axes.text(1.0, len(found) - 0.42, " torch", color=TORCH, fontsize=9.5, va="bottom")
-    axes.set_xlim(0, most * 1.1)
+    axes.set_ylim(-0.5, len(found) - 0.1)
+    axes.text(1.0, len(found) - 0.55, " torch", color=TORCH, fontsize=TEXT, va="bottom")
+    axes.set_xlim(0, most * 1.25)
     axes.set_xticks([])
     axes.tick_params(colors=INK)
     save(axes, path)
@@ -100,30 +138,33 @@ def draw_losses(path: Path) -> None:
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = re.findall(r"^ +(\d+)   (\d\.\d+) #* *(\d\.\d+) #*$", printed, re.MULTILINE)
     steps, ours, torchs = ([float(line[i]) for line in lines] for i in range(3))
-    axes = framed("One optimizer learns what two learn", "loss of each batch before its step")
+    axes = framed(
+        "One optimizer learns what two learn",
+        "loss of each batch before its step",
+        height=2.4,
+        left=0.5,
+    )
     axes.plot(steps, torchs, color=TORCH, linewidth=6, alpha=0.6)
     axes.plot(steps, ours, color=OURS, linewidth=2)
     labels = [("two optimizers, torch's", TORCH), ("one optimizer, sparsestep.AdamW", OURS)]
     for row, (words, colour) in enumerate(labels):  # above the end of the curves, which fall
         place = (0.98, 0.92 - 0.11 * row)
-        axes.text(*place, words, transform=axes.transAxes, ha="right", color=colour, fontsize=9.5)
-    axes.set_xlabel("step", color=FAINT)
-    axes.spines["bottom"].set_visible(True)
+        axes.text(*place, words, transform=axes.transAxes, ha="right", color=colour, fontsize=TEXT)
+    axes.set_xlabel("step", color=FAINT, fontsize=TEXT)
     save(axes, path)
 
 
 def draw_formulas(path: Path, found: dict[str, Any]) -> None:
     """Three bars for each rule: torch or a class by hand, a formula, the rule in C++."""
     rules = [each for each in found["rules"] if each["lookups"] == "uniform"]
-    ahead = [each["ahead_of_torch"] for each in rules]
     day = datetime.fromisoformat(found["date"]).date()
     size = f"{found['rows']:,} x {found['dim']}, {found['lookups']:,} lookups"
     machine = f"one core of an {found['machine']['cpu']}, torch {found['versions']['torch']}"
     axes = framed(
-        f"Ten lines of your own: {min(ahead):.0f} to {max(ahead):.0f} times as fast as torch",
+        f"Ten lines of your own: {claims.own_rule(found)} times as fast as torch",
         f"CPU time of a step, {size}; {machine}, {day}",
-        height=3.7,
-        left=0.16,
+        height=3.0,
+        left=1.3,
         bottom=0.15,
     )
     kinds = (
@@ -137,10 +178,10 @@ def draw_formulas(path: Path, found: dict[str, Any]) -> None:
             axes.barh(row + 0.27 * (place - 1), each[key], 0.23, color=colour, label=label)
         beside(axes, each["formula_ms"], row, f"{each['ahead_of_torch']:.1f}x")
     axes.set_yticks(range(len(rules)), [each["rule"] for each in rules])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rules) - 0.5, -1.9)  # room for the legend
     axes.set_xticks([])
     axes.tick_params(colors=INK)
-    axes.legend(frameon=False, loc="lower right", fontsize=9.5, labelcolor=INK)
+    axes.legend(frameon=False, loc="upper right", fontsize=TEXT, labelcolor=INK)
     save(axes, path)
 
 
@@ -150,8 +191,10 @@ def main() -> None:
     draw_formulas(HERE / "user-rules.svg", json.loads(formulas.read_text()))
     draw_losses(HERE / "one-optimizer.svg")
     lookups = Report.from_json((RESULTS / "lookups.json").read_text())
-    draw(HERE / "step-time.svg", lookups.cases)
+    draw_lookups(HERE / "step-time.svg", lookups)
     draw_ratios(HERE / "times-torch.svg", Report.from_json((RESULTS / "peers.json").read_text()))
+    training = RESULTS / "loss_against_time.json"
+    draw_training(HERE / "loss-against-time.svg", json.loads(training.read_text()))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from docs.pictures import FAINT, INK, LIGHT, OURS, TORCH, beside, framed, save
+from docs.pictures import beside
+from docs.theme import FAINT, INK, LIGHT, OURS, TEXT, TORCH, framed, save
 
 HERE = Path(__file__).parent
 GALLERY = HERE / "gallery"
@@ -44,9 +45,8 @@ def curves(axes: Axes, label: str, wide: list[float], narrow: list[float] | None
     if narrow is not None:
         axes.plot(steps, wide, color=TORCH, linewidth=7, alpha=0.6)
     axes.plot(steps, narrow if narrow is not None else wide, color=OURS, linewidth=2.2)
-    axes.set_xlabel(label, color=FAINT)
+    axes.set_xlabel(label, color=FAINT, fontsize=TEXT)
     axes.set_xticks(list(steps))
-    axes.spines["bottom"].set_visible(True)
 
 
 def bars(axes: Axes, names: list[str], values: list[float], shown: str, *, faint: int = 0) -> None:
@@ -56,7 +56,7 @@ def bars(axes: Axes, names: list[str], values: list[float], shown: str, *, faint
     for place, value in enumerate(values):
         beside(axes, value, place, f"{value:{shown}}")
     axes.invert_yaxis()
-    axes.set_xlim(0, max(values) * 1.12)
+    axes.set_xlim(0, max(values) * 1.2)
     axes.set_xticks([])
     axes.tick_params(colors=INK)
 
@@ -68,21 +68,25 @@ def draw_lightning() -> None:
     axes = framed(
         "Resumed from a checkpoint, the weights are the same",
         "loss of the last batch; Lightning's Trainer, one optimizer for tables and layers",
-        left=0.24,
+        height=2.4,
+        left=1.7,
+        bottom=0.15,
     )
     bars(axes, [*names, "resumed after two"], losses, ".3f")
     save(axes, GALLERY / "lightning.svg")
 
 
 def draw_accelerate() -> None:
-    """The loss, beside that of tossing a coin."""
+    """The loss, beside the chance level."""
     ((loss,),) = numbers(r"loss (\d\.\d+)", recorded("with_accelerate"))
     axes = framed(
-        "Accumulated, clipped, saved and loaded, it has learned",
-        "loss on all data with Accelerate, in bf16; tossing a coin has 0.693",
-        left=0.16,
+        "Accelerate: accumulation, clipping and bf16 converge",
+        "loss on all data in bf16, with state saved and loaded; chance level is 0.693",
+        height=1.6,
+        left=0.9,
+        bottom=0.15,
     )
-    bars(axes, ["trained", "a coin"], [loss, 0.693], ".3f", faint=1)
+    bars(axes, ["trained", "chance"], [loss, 0.693], ".3f", faint=1)
     save(axes, GALLERY / "accelerate.svg")
 
 
@@ -94,13 +98,16 @@ def draw_new_tokens() -> None:
     axes = framed(
         f"{len(changed)} of {total:,} rows changed: the new ones",
         "the embedding of a small GPT-2, trained by the Transformers Trainer with weight decay",
+        height=1.4,
+        left=0.3,
+        bottom=0.15,
     )
     axes.barh([0], [total], color=LIGHT, height=0.5)
     axes.barh([0], [len(changed)], left=[changed[0]], color=TORCH, height=0.5)
     words = f"bit-for-bit unchanged: rows 0 to {changed[0] - 1}"
-    axes.text(total / 2, 0, words, ha="center", va="center", color=INK, fontsize=10)
+    axes.text(total / 2, 0, words, ha="center", va="center", color=INK, fontsize=TEXT)
     words = f"trained: rows {changed[0]:,} to {changed[-1]:,}"
-    axes.text(total, 0.32, words, ha="right", va="bottom", color=TORCH, fontsize=10)
+    axes.text(total, 0.32, words, ha="right", va="bottom", color=TORCH, fontsize=TEXT)
     axes.set_ylim(-0.5, 0.6)
     axes.set_yticks([])
     axes.set_xticks([])
@@ -115,6 +122,8 @@ def draw_node2vec() -> None:
     axes = framed(
         f"Two communities found: cosine {within:.2f} within, {across:.2f} across",
         "loss of each epoch; Node2Vec of PyTorch Geometric with sparsestep.SparseAdam",
+        height=2.2,
+        left=0.5,
     )
     curves(axes, "epoch", losses)
     save(axes, GALLERY / "node2vec.svg")
@@ -124,13 +133,39 @@ def draw_knowledge_graph() -> None:
     """Two curves, on top of each other."""
     pattern = r"loss (\S+) with dense gradients, (\S+) fused"
     dense, fused = zip(*numbers(pattern, recorded("knowledge_graph")), strict=True)
-    axes = framed("Compact gradients, the same losses", "ComplEx of PyKEEN, loss of each epoch")
+    axes = framed(
+        "Compact gradients, the same losses",
+        "ComplEx of PyKEEN, loss of each epoch",
+        height=2.4,
+        left=0.6,
+    )
     curves(axes, "epoch", list(dense), list(fused))
-    gap = 0.09 * (dense[0] - dense[-1])
-    axes.text(2.5, dense[0], "dense gradients", color=TORCH, fontsize=9.5, va="center")
-    words = "compact gradients, with sparsestep.nn.optimizer_for"
-    axes.text(2.5, dense[0] - gap, words, color=OURS, fontsize=9.5, va="center")
+    gap = 0.11 * (dense[0] - dense[-1])
+    axes.text(1.9, dense[0], "dense gradients", color=TORCH, fontsize=TEXT, va="center")
+    words = "compact gradients: sparsestep.nn.optimizer_for"
+    axes.text(1.9, dense[0] - gap, words, color=OURS, fontsize=TEXT, va="center")
     save(axes, GALLERY / "knowledge-graph.svg")
+
+
+def draw_recommender() -> None:
+    """The held-out AUC of one optimizer and of torch's two."""
+    text = printed("recommender.py", "--quick", "--steps", "40")
+    pattern = r"\n +(\d+) +\S+ +(0\.\d+) +\S+ +\S+ +(0\.\d+) +[\d,]+(?=\n)"
+    steps, ours, theirs = zip(*numbers(pattern, text), strict=True)
+    axes = framed(
+        "26 tables and layers, one optimizer, the same AUC",
+        "held-out AUC against steps; examples/recommender.py --quick",
+        height=2.4,
+        left=0.6,
+    )
+    axes.plot(steps, theirs, color=TORCH, linewidth=7, alpha=0.6)
+    axes.plot(steps, ours, color=OURS, linewidth=2.2)
+    labels = [("torch SparseAdam + Adam", TORCH), ("sparsestep.AdamW", OURS)]
+    for row, (words, color) in enumerate(labels):  # below the end of the curves, which rise
+        place = (0.98, 0.2 - 0.12 * row)
+        axes.text(*place, words, transform=axes.transAxes, ha="right", color=color, fontsize=TEXT)
+    axes.set_xlabel("step", color=FAINT, fontsize=TEXT)
+    save(axes, GALLERY / "recommender.svg")
 
 
 def draw_averages() -> None:
@@ -138,8 +173,10 @@ def draw_averages() -> None:
     ((ema, swa),) = numbers(r"EMA (\S+), SWA (\S+)", printed("averages.py"))
     axes = framed(
         "Averages of sparse training are those of dense training",
-        "largest distance of a weight, after 200 steps; a step moves a weight by up to 1e-2",
-        left=0.1,
+        "largest difference of a weight after 200 steps; a step moves a weight by up to 1e-2",
+        height=1.8,
+        left=0.8,
+        bottom=0.15,
     )
     names, values = ["EMA", "SWA", "a step"], [ema, swa, 1e-2]
     axes.barh(names, values, color=[OURS, OURS, LIGHT], height=0.62)
@@ -162,6 +199,7 @@ def main() -> None:
     draw_lightning()
     draw_new_tokens()
     draw_node2vec()
+    draw_recommender()
 
 
 if __name__ == "__main__":

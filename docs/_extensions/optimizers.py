@@ -169,7 +169,7 @@ class OptimizerPage(_Generated):
             ),
             *("", *markdown([HEAD, *rows(cls)]), ""),
             "The methods are those of every optimizer: see "
-            "[what all of them have](index.md#what-all-of-them-have). The function for gradients "
+            "[the common methods](index.md#common-methods). The function for gradients "
             f"that you pass yourself is {{func}}`sparsestep.functional.{function}`.",
         ]
 
