@@ -30,7 +30,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.harness.results import header
-from docs.theme import FAINT, INK, OURS, TORCH, framed, save
+from docs.theme import FAINT, INK, OURS, TORCH, WIDTH, framed, save
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "board.json"
@@ -40,14 +40,6 @@ EXAMPLES = ("umls", "movielens", "word_vectors")
 RATES = (0.5, 2.0)  # times the learning rate
 SLOWER = 1.3  # than in the last results, beside torch
 SAME = 0.25  # of the tolerance: how far ours may be from torch's with the same semantics
-# Each color in light and in dark mode.
-THEME = {
-    "#ffffff": "#131416",
-    INK: "#e4e4e4",
-    FAINT: "#a0a0a0",
-    OURS: "#7db8ea",
-    TORCH: "#f0a862",
-}
 
 Result = dict[str, Any]
 
@@ -246,11 +238,11 @@ def draw_all(results: Sequence[Result], folder: Path) -> None:
     """A picture for each example, and one with all of them."""
     for result in results:
         caption = f"{result['metric']} against seconds, {result['data']}; one thread, taking turns"
-        axes = framed(title(result), caption, height=4.2, left=0.1, bottom=0.55)
+        axes = framed(title(result), caption, height=2.6, left=0.6, bottom=0.55)
         draw(axes, result)
-        save_themed(axes, folder / f"{result['example'].replace('_', '-')}.svg")
+        save(axes, folder / f"{result['example'].replace('_', '-')}.svg")
     height = 3.4 * len(results)
-    figure = Figure(figsize=(8.5, height), facecolor="white")
+    figure = Figure(figsize=(WIDTH, height), facecolor="white")
     figure.subplots_adjust(left=0.1, right=0.96, top=1 - 0.4 / height, bottom=0.5 / height)
     figure.subplots_adjust(hspace=0.55)
     panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
@@ -261,7 +253,7 @@ def draw_all(results: Sequence[Result], folder: Path) -> None:
             spine.set_visible(False)
         draw(axes, result)
         axes.set_title(result["data"], loc="left", fontsize=12, fontweight="bold", color=INK)
-    save_themed(panels[0], folder / "board.svg")
+    save(panels[0], folder / "board.svg")
 
 
 def title(result: Result) -> str:
@@ -271,20 +263,6 @@ def title(result: Result) -> str:
     wanted = result["published"][result["metric"]]
     words = "at least" if result["higher_is_better"] else "at most"
     return f"{result['metric']} {words} {worst:.3f}; {result['published_by']}: {wanted}"
-
-
-def save_themed(axes: Axes, path: Path) -> None:
-    """Write a picture whose colors follow the reader's light or dark mode."""
-    save(axes, path)
-    text = path.read_text()
-    names = {color: f"--c{number}" for number, color in enumerate(THEME)}
-    for color, name in names.items():
-        text = text.replace(color, f"var({name})")
-    light = "".join(f"{name}: {color};" for color, name in names.items())
-    dark = "".join(f"{names[color]}: {other};" for color, other in THEME.items())
-    style = f":root {{{light}}} @media (prefers-color-scheme: dark) {{:root {{{dark}}}}}"
-    head, mark, tail = text.partition(" <defs>\n")
-    path.write_text(f"{head} <style>{style}</style>\n{mark}{tail}")
 
 
 def publish(results: Sequence[Result]) -> None:

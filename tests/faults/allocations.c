@@ -51,36 +51,40 @@ static int fails(size_t bytes) {
     return 1;
 }
 
-void* malloc(size_t bytes) { return fails(bytes) ? NULL : __libc_malloc(bytes); }
-
 // backtrace loads libgcc when it is first called, which allocates.
 __attribute__((constructor)) static void load_backtrace(void) {
     void* frame;
     backtrace(&frame, 1);
 }
 
-// A thread that torch started asks for the GIL, and CPython allocates its state.
-static int is_thread_state(void) {
-    void* frames[8];
-    int count = backtrace(frames, 8);
+// Name the caller if it ends the process without a word of its own: CPython, where a thread that torch
+// started asks for the GIL, and gloo's threads, which no exception may leave.
+static void name_caller(void) {
+    void* frames[32];
+    int count = backtrace(frames, 32);
+    const char* words = NULL;
     for (int i = 0; i < count; i++) {
         Dl_info found;
-        if (dladdr(frames[i], &found) && found.dli_sname &&
-            strcmp(found.dli_sname, "PyThreadState_New") == 0) {
-            return 1;
+        if (!dladdr(frames[i], &found) || !found.dli_sname) continue;
+        if (strcmp(found.dli_sname, "PyThreadState_New") == 0) {
+            words = "allocations.c: no memory for PyThreadState_New\n";
+        } else if (strstr(found.dli_sname, "N4gloo9transport")) {
+            words = "allocations.c: no memory for gloo\n";
         }
     }
-    return 0;
+    if (words && write(2, words, strlen(words)) < 0) return;
 }
 
-void* calloc(size_t count, size_t each) {
-    if (!fails(count * each)) return __libc_calloc(count, each);
-    if (is_thread_state()) {
-        static const char words[] = "allocations.c: no memory for PyThreadState_New\n";
-        if (write(2, words, sizeof words - 1) < 0) return NULL;
-    }
+static void* failure(void) {
+    name_caller();
     errno = ENOMEM;
     return NULL;
+}
+
+void* malloc(size_t bytes) { return fails(bytes) ? failure() : __libc_malloc(bytes); }
+
+void* calloc(size_t count, size_t each) {
+    return fails(count * each) ? failure() : __libc_calloc(count, each);
 }
 
 void* realloc(void* old, size_t bytes) {

@@ -162,12 +162,14 @@ OPERATIONS: dict[str, type[Operation]] = {
 
 
 # Last words of libraries that end the process: the C library when a thread first uses its
-# variables, torch's OpenMP when it starts its threads, and CPython when a thread of gloo drops the
-# last reference to a tensor. The latter is a crash without words, so allocations.c supplies them.
+# variables, torch's OpenMP when it starts its threads, CPython when a thread of gloo drops the last
+# reference to a tensor, and gloo's own threads. The last two crash without words, so allocations.c
+# supplies them.
 _LAST_WORDS = (
     "cannot allocate memory for thread-local data",
     "libgomp: Out of memory",
     "no memory for PyThreadState_New",
+    "no memory for gloo",
 )
 
 
@@ -180,27 +182,42 @@ class AbortedError(Exception):
     """A library below torch has ended a process, which nothing could have prevented."""
 
 
-def run(make: type[RankOperation], work: Callable[[Any], Any]) -> list[Any]:
+class StartupError(Exception):
+    """Ranks did not meet in time, so the operation has not begun."""
+
+
+def run(make: type[RankOperation], work: Callable[[Any], Any], attempts: int = 3) -> list[Any]:
     """Set an operation up on all ranks and call a function there; its results by rank."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     try:
         pids = [_start(make, work, folder, rank) for rank in range(WORLD)]
         statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-        found = []
-        for rank, status in enumerate(statuses):
-            path = folder / f"result{rank}"
-            if status or not path.exists():
-                log = (folder / f"log{rank}").read_text()[-1500:]
-                if is_aborted(log):
-                    raise AbortedError(log)
-                raise RuntimeError(f"rank {rank} ended with status {status}: {log}")
-            kind, result = pickle.loads(path.read_bytes())
-            if kind == "error":
-                raise result
-            found.append(result)
-        return found
+        return _results(folder, statuses)
+    except StartupError:
+        if attempts == 1:
+            raise
+        return run(make, work, attempts - 1)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _results(folder: Path, statuses: list[int]) -> list[Any]:
+    found = []
+    for rank, status in enumerate(statuses):
+        path = folder / f"result{rank}"
+        if status or not path.exists():
+            log = (folder / f"log{rank}").read_text()[-1500:]
+            words = f"rank {rank} ended with status {status}: {log}"
+            if len(list(folder.glob("ready*"))) < WORLD:
+                raise StartupError(words)
+            if is_aborted(log):
+                raise AbortedError(words)
+            raise RuntimeError(words)
+        kind, result = pickle.loads(path.read_bytes())
+        if kind == "error":
+            raise result
+        found.append(result)
+    return found
 
 
 def _start(make: type[RankOperation], work: Callable[[Any], Any], folder: Path, rank: int) -> int:
@@ -217,6 +234,7 @@ def _start(make: type[RankOperation], work: Callable[[Any], Any], folder: Path, 
         world.rank = rank
         world.__init__(folder)  # type: ignore[misc]
         dist.barrier()
+        (folder / f"ready{rank}").touch()
         try:
             result = ("result", work(world))
         except BaseException as error:
