@@ -206,8 +206,8 @@ def _results(folder: Path, statuses: list[int]) -> list[Any]:
     for rank, status in enumerate(statuses):
         path = folder / f"result{rank}"
         if status or not path.exists():
-            log = (folder / f"log{rank}").read_text()[-1500:]
-            words = f"rank {rank} ended with status {status}: {log}"
+            log = (folder / f"log{rank}").read_text()
+            words = f"rank {rank} ended with status {status}: {log[:1000]} [...] {log[-1000:]}"
             if len(list(folder.glob("ready*"))) < WORLD:
                 raise StartupError(words)
             if is_aborted(log):
