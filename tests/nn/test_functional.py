@@ -66,6 +66,17 @@ def test_results_and_gradients_are_those_of_the_formula(ids: Tensor, same: bool)
         close(table.weight.grad, copied.weight.grad)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4)])
+def test_an_empty_batch_has_empty_results_and_gradients(shape: tuple[int, ...]):
+    left, right, _ = tables()
+    none = torch.empty(0, dtype=torch.long)
+    found = embedding_dot(left, none, right, none.view(shape))
+    assert found.shape == shape
+    found.sum().backward()
+    for table in (left, right):
+        assert not table.weight.grad.to_dense().any()
+
+
 def test_a_gradient_has_no_row_for_each_pair():
     left, right, _ = tables()
     embedding_dot(left, torch.arange(9), right, torch.randint(30, (9, 50))).sum().backward()

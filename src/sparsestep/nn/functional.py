@@ -150,7 +150,7 @@ class _RowsDot(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ids: Tensor, table: Any) -> Tensor:
         memory, ids = readable(weight, ids), ids.contiguous()
         rows = rows.detach().contiguous()
-        bags = ids.view(len(ids), -1)
+        bags = ids if ids.dim() > 1 else ids.unsqueeze(1)
         lookup = Lookup(memory, bags, None, False, rows, DOT, -1, True)
         found = look_up([lookup])
         if found is None:
@@ -175,7 +175,7 @@ def _backward(ctx: Any, grad: Tensor) -> Any:
     grad = grad.contiguous()
     rows_grad = weight_grad = None
     if ctx.needs_input_grad[0]:
-        bags = ids.view(len(ids), -1)
+        bags = ids if ids.dim() > 1 else ids.unsqueeze(1)
         lookup = Lookup(weight, bags, None, False, grad.view(bags.shape), SUM, -1, False)
         found = look_up([lookup])
         if found is None:
