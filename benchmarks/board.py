@@ -238,12 +238,12 @@ def draw_all(results: Sequence[Result], folder: Path) -> None:
     """A picture for each example, and one with all of them."""
     for result in results:
         caption = f"{result['metric']} against seconds, {result['data']}; one thread, taking turns"
-        axes = framed(title(result), caption, height=2.6, left=0.6, bottom=0.55)
+        axes = framed(title(result), caption, height=2.6, left=0.75, bottom=0.55)
         draw(axes, result)
         save(axes, folder / f"{result['example'].replace('_', '-')}.svg")
     height = 3.4 * len(results)
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
-    figure.subplots_adjust(left=0.1, right=0.96, top=1 - 0.4 / height, bottom=0.5 / height)
+    figure.subplots_adjust(left=0.14, right=0.96, top=1 - 0.4 / height, bottom=0.5 / height)
     figure.subplots_adjust(hspace=0.55)
     panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
     for axes, result in zip(panels, results, strict=True):
