@@ -37,6 +37,7 @@ def updated() -> str:
     """The file, with what the calls in it raise now."""
     lines: list[str] = []
     names: Names = {}
+    here = ", ".join(name for name, has in _native.instruction_sets().items() if has)
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
         for line in FILE.read_text().splitlines():
@@ -47,7 +48,8 @@ def updated() -> str:
                 lines.append(line)
             elif line.startswith(PROMPT):
                 said = message_of(line.removeprefix(PROMPT), names)
-                lines += [line, said.replace(folder, "<folder>")]
+                said = said.replace(folder, "<folder>").replace(here, "<instruction sets>")
+                lines += [line, said]
     return "\n".join(lines) + "\n"
 
 

@@ -78,7 +78,8 @@ def expected(
 
     def new(param: Tensor, grad: Tensor, *kept: Tensor) -> list[Tensor]:
         grad = torch.where(by_rows, sign * grad + l2 * param, 0.0)
-        return rule.apply([param * shrink, *kept], grad, step, hyper)
+        found = rule.apply([param * shrink, *kept], grad, step, hyper)
+        return [_constrained(torch.where(by_rows, found[0], param), group), *found[1:]]
 
     exact = new(*inputs)
     roundings = ROUNDINGS.get(param.dtype, _USUAL_ROUNDINGS)
@@ -90,13 +91,23 @@ def expected(
         slack[1] = slack[1] + lost
         slack[0] = slack[0] + lost / ((hyper["beta"] + root) / hyper["lr"] + hyper["l2"]).abs()
     touched_rows = by_rows.any(1, keepdim=True)
-    touched = [by_rows, *(touched_rows if s.per_row else by_rows for s in rule.state)]
+    is_constrained = group.get("normalize") or group.get("max_norm") is not None
+    moved = touched_rows.expand_as(by_rows) if is_constrained else by_rows
+    touched = [moved, *(touched_rows if s.per_row else by_rows for s in rule.state)]
     names = ["param", *(spec.name for spec in rule.state)]
     old = [param.detach().clone()]
     for spec, start in zip(rule.state, kept, strict=True):
         known = record.get(spec.name)
         old.append(start if known is None else known.detach().clone())
     return Expected(names, exact, slack, touched, old)
+
+
+def _constrained(rows: Tensor, group: dict[str, Any]) -> Tensor:
+    norm = rows.square().sum(1, keepdim=True).sqrt()
+    if group.get("normalize"):
+        return torch.where(norm > 0, rows / norm, rows)
+    limit = group.get("max_norm")
+    return rows if limit is None else torch.where(norm > limit, rows * (limit / norm), rows)
 
 
 def _slack(new: Any, inputs: list[Tensor], exact: list[Tensor], roundings: float) -> list[Tensor]:

@@ -162,7 +162,7 @@ def run(
                 team.append(_Process(batch, work))
             if not team:
                 return
-            wait([each.mailbox for each in team], timeout=1.0)
+            wait([each.mailbox for each in team], timeout=min(1.0, timeout))
             for place, each in enumerate(team):
                 yield from each.results(timeout)
                 if each.is_over and each.keys:

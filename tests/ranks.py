@@ -112,15 +112,11 @@ def ranks(
 
 
 def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What a function of a test module returns on each of several new ranks; for fixtures."""
+    """What a function of a test module returns on each of several ranks; for fixtures."""
     if not HAS_GLOO:
         pytest.skip("needs gloo")
     task = _Task(function.__module__, function.__qualname__, None, arguments)
-    pool = _Pool(world)
-    try:
-        return pool.run(task)
-    finally:
-        pool.close()
+    return _pool(world).run(task)
 
 
 @dataclass

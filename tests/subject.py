@@ -18,7 +18,7 @@ from sparsestep.optim.optimizer import RuleOptimizer
 from tests import oracle
 from tests.generate.grads import Drawn
 from tests.oracle import FindingError
-from tests.table import Variant, same_bits, state_tensors
+from tests.table import Variant, same_bits, state_of, state_tensors
 
 _BY_HAND = {each.optimizer_class: each for each in FUNCTIONAL}
 # With these words the native engine says that it was asked for by name and does not apply.
@@ -78,7 +78,10 @@ class Subject:
         return mask[index] if isinstance(mask, list) else mask
 
     def record(self, param: Tensor) -> dict[str, Any]:
-        return self.state.get(param, {})
+        try:
+            return state_of(self.optimizer, param)
+        except (RuntimeError, TypeError):  # options that select no rule
+            return dict(self.state.get(param, {}))
 
     def copy(self) -> Subject:
         return Subject(copy.deepcopy(self.front))

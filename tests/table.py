@@ -25,6 +25,7 @@ import sparsestep
 from sparsestep import _native, functional
 from sparsestep.optim import OPTIMIZERS
 from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.optim.state_dict import unpacked_state
 from sparsestep.rules.rule import Rule
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -102,14 +103,13 @@ class Variant:
 
 VARIANTS = [Variant(cls, options) for cls in OPTIMIZERS for options in [{}, *OPTIONS.get(cls, [])]]
 
-# Coupled weight decay by default; any weight decay.
+# Coupled weight decay by default.
 PARAMETERS = {cls: inspect.signature(cls).parameters for cls in OPTIMIZERS}
 WITH_COUPLED_DECAY = [
     cls
     for cls, options in PARAMETERS.items()
     if "decoupled_weight_decay" in options and not options["decoupled_weight_decay"].default
 ]
-WITH_DECAY = [cls for cls, options in PARAMETERS.items() if "weight_decay" in options]
 
 # The optimizers that have dense semantics.
 WITH_DENSE = [cls for cls in OPTIMIZERS if Variant(cls, {}).rule.idle_update is not None]
@@ -204,13 +204,19 @@ def randn(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def state_of(opt: torch.optim.Optimizer, param: Tensor) -> dict[str, Any]:
+    """The state of a parameter in its shape, also if a mask has packed it."""
+    found = unpacked_state(opt, param) if isinstance(opt, RuleOptimizer) else opt.state.get(param)
+    return dict(found or {})
+
+
 def state_tensors(opt: torch.optim.Optimizer) -> list[Tensor]:
     """All state tensors in the order of the params, then of the names."""
     return [
         value
         for group in opt.param_groups
         for param in group["params"]
-        for _, value in sorted(opt.state.get(param, {}).items())
+        for _, value in sorted(state_of(opt, param).items())
         if isinstance(value, Tensor)
     ]
 

@@ -12,6 +12,7 @@ import torch
 
 import sparsestep
 from docs import claims
+from docs.notebooks import EXAMPLES, notebook
 from sparsestep.optim import OPTIMIZERS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -61,17 +62,17 @@ def test_pages_import_public_packages_only():
     assert [each for each in found if len(each) > 1] == []
 
 
+PUBLIC = (
+    sparsestep,
+    sparsestep.functional,
+    sparsestep.nn,
+    sparsestep.distributed,
+    sparsestep.storage,
+)
+
+
 @pytest.mark.parametrize(
-    "module",
-    [
-        sparsestep,
-        sparsestep.functional,
-        sparsestep.nn,
-        sparsestep.nn.functional,
-        sparsestep.storage,
-        sparsestep.distributed,
-    ],
-    ids=lambda module: module.__name__,
+    "module", [*PUBLIC, sparsestep.nn.functional], ids=lambda module: module.__name__
 )
 def test_dir_lists_the_public_names(module: ModuleType):
     assert dir(module) == sorted(module.__all__)
@@ -94,6 +95,25 @@ def test_links_lead_somewhere():
             assert target.exists(), f"{page}: {link[0]}"
             if link["heading"]:
                 assert link["heading"] in headings(target), f"{page}: {link[0]}"
+
+
+def test_notebooks_of_the_gallery_have_the_programs_and_what_they_print():
+    pages = "".join(page.read_text() for page in (DOCS / "gallery").glob("*.md"))
+    commands = [each.split() for each in re.findall(r"^```{executed} (.+)$", pages, re.MULTILINE)]
+    assert ["recommender.py", "--quick", "--steps", "40"] in commands
+    for command in commands:
+        about, install, *files, run = notebook(command, "printed")["cells"]
+        assert about["cell_type"] == "markdown"
+        assert about["source"]
+        assert install["source"] == "%pip install sparsestep"
+        written = dict(each["source"].split("\n", 1) for each in files)
+        for name in [
+            command[0],
+            *(["clicks.py", "dlrm.py"] if "recommender.py" in command else []),
+        ]:
+            assert written[f"%%writefile {name}"] == (EXAMPLES / name).read_text()
+        assert run["source"] == "%run " + " ".join(command)
+        assert run["outputs"][0]["text"] == "printed"
 
 
 SITE = "https://sparsestep.readthedocs.io/en/latest/"
@@ -128,15 +148,6 @@ def test_pictures_follow_the_theme_and_fit_a_phone():
         width = re.search(r'<svg [^>]*width="([\d.]+)pt"', text)
         assert width is not None
         assert float(width[1]) <= 420, picture  # so that text can be read at 390 pixels
-
-
-PUBLIC = (
-    sparsestep,
-    sparsestep.functional,
-    sparsestep.nn,
-    sparsestep.distributed,
-    sparsestep.storage,
-)
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)

@@ -56,13 +56,8 @@ def run(
     return run
 
 
-@pytest.mark.parametrize(
-    "options",
-    [[], pytest.param(["--float32"], marks=pytest.mark.slow)],
-    ids=["float64", "float32"],
-)
-def test_one_optimizer_trains_like_two(run: Run, options: list[str]):
-    printed = run("one_optimizer.py", "--steps", "40", *options)
+def test_one_optimizer_trains_like_two(run: Run):
+    printed = run("one_optimizer.py", "--steps", "40")
     steps = re.findall(r"^ +(\d+)   (\d\.\d+) #* *(\d\.\d+) #*$", printed, re.MULTILINE)
     assert [int(steps[0][0]), int(steps[-1][0])] == [1, 40]
     for _, ours, theirs in steps:

@@ -30,49 +30,43 @@ def steps_of(seed: int) -> list[str]:
 def test_a_case_depends_on_its_seed_alone(monkeypatch: pytest.MonkeyPatch):
     # Garbage may end this very process, where the library has a hole.
     monkeypatch.setattr(cases, "KINDS", cases.VALID)
-    programs = [steps_of(seed) for seed in range(30)]
-    assert [steps_of(seed) for seed in range(30)] == programs
+    programs = [steps_of(seed) for seed in range(12)]
+    assert [steps_of(seed) for seed in range(12)] == programs
     assert len({program[0].split(",")[0] for program in programs}) == len(cases.VALID)
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, *, before: bool) -> None:
-    """An optimizer that moves one element too much, before its step or after it."""
+@pytest.mark.parametrize(
+    ("is_late", "expected"),
+    [
+        (True, {"wrong numbers", "untouched entries changed"}),
+        (False, {"a refusal changed something"}),
+    ],
+)
+def test_an_optimizer_that_writes_too_much_is_found(
+    is_late: bool, expected: set[str], monkeypatch: pytest.MonkeyPatch
+):
+    """One element moves after the step, or before it, so that a refused step is half a step."""
     right = RuleOptimizer.step
 
     def step(self: RuleOptimizer, closure: Any = None) -> Any:
         first = self.param_groups[0]["params"][0]
-        if before and isinstance(first, torch.nn.Parameter) and first.numel():
+        if not is_late and isinstance(first, torch.nn.Parameter) and first.numel():
             first.data.reshape(-1)[:1] += 1
         loss = right(self, closure)
-        if not before and first.numel():
+        if is_late and first.numel():
             first.data[(0,) * first.dim()] += 1
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]
     monkeypatch.setattr(RuleOptimizer, "step", step)
-
-
-def findings(*, garbage: bool) -> set[str]:
+    monkeypatch.setattr(spoiling, "_WAYS", {spoiling.bad_gradient: 1})
     found = set()
     for seed in range(25):
         try:
-            training(SeededSource(seed), lambda text: None, by_hand=False, garbage=garbage)
+            training(SeededSource(seed), lambda text: None, by_hand=False, garbage=not is_late)
         except FindingError as error:
             found.add(error.kind)
-    return found
-
-
-def test_a_wrong_step_is_found(monkeypatch: pytest.MonkeyPatch):
-    plant(monkeypatch, before=False)
-    found = findings(garbage=False)
-    assert "wrong numbers" in found
-    assert "untouched entries changed" in found
-
-
-def test_half_a_step_is_found(monkeypatch: pytest.MonkeyPatch):
-    plant(monkeypatch, before=True)
-    monkeypatch.setattr(spoiling, "_WAYS", {spoiling.bad_gradient: 1})
-    assert "a refusal changed something" in findings(garbage=True)
+    assert found >= expected
 
 
 @pytest.mark.parametrize(
@@ -83,7 +77,6 @@ def test_half_a_step_is_found(monkeypatch: pytest.MonkeyPatch):
         (sparsestep.InputError(""), False),
         (sparsestep.InputError("two\nlines"), False),
         (KeyError("step"), False),
-        (TypeError("take(): incompatible function arguments"), False),
         (RuntimeError("INTERNAL ASSERT FAILED"), False),
     ],
 )
@@ -99,24 +92,24 @@ def misbehaving(seed: int) -> Outcome:
     """Crash, compute for ever, wait for ever, or find something odd."""
     if seed == 3:
         os.abort()
-    while seed == 60:
+    while seed == 6:
         pass
-    if seed == 70:
+    if seed == 9:
         threading.Event().wait()
-    return Outcome(seed, "mine", "odd" if seed % 50 == 7 else "")
+    return Outcome(seed, "mine", "odd" if seed % 5 == 2 else "")
 
 
 def test_a_crash_and_a_hang_are_reported_with_their_seeds_and_nothing_is_lost():
     tally = Tally()
     seen = {}
-    batches = iter([list(range(50)), list(range(50, 120))])
-    for outcome in outcomes(batches, misbehaving, 2, timeout=1):
+    batches = iter([list(range(5)), list(range(5, 12))])
+    for outcome in outcomes(batches, misbehaving, 2, timeout=0.3):
         tally.add(outcome)
         seen[outcome.seed] = outcome
-    assert sorted(seen) == list(range(120))
+    assert sorted(seen) == list(range(12))
     assert seen[3].finding == "crash, exit code -6"
-    assert seen[60].finding.startswith("hang")
-    assert seen[70].finding.startswith("hang")
-    assert {seed for seed, each in seen.items() if each.finding == "odd"} == {7, 57, 107}
-    assert (tally.cases, tally.kinds["mine"], tally.kinds["process"]) == (120, 117, 3)
-    assert "    3 x mine: odd" in tally.report()
+    assert seen[6].finding.startswith("hang")
+    assert seen[9].finding.startswith("hang")
+    assert {seed for seed, each in seen.items() if each.finding == "odd"} == {2, 7}
+    assert (tally.cases, tally.kinds["mine"], tally.kinds["process"]) == (12, 9, 3)
+    assert "    2 x mine: odd" in tally.report()

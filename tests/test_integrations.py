@@ -7,9 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+import sparsestep  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -107,6 +111,36 @@ def test_a_module_with_dense_semantics_is_resumed_where_it_was():
     run("-c", TRACKED)
 
 
+# Two processes of DistributedDataParallel; half of the users are in no batch.
+TWO_PROCESSES = """
+import tempfile, lightning, sparsestep, with_lightning
+from pathlib import Path
+
+class Half(with_lightning.Recommender):
+    def __init__(self):
+        super().__init__()
+        self.users = sparsestep.nn.Embedding(2 * with_lightning.USERS, 16)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, **_):
+        sparsestep.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
+with_lightning.Recommender = Half
+options = {"strategy": "ddp_fork", "devices": 2, "gradient_clip_val": 0.5}
+trained = with_lightning.train(1, Path(tempfile.mkdtemp()), **options)
+lightning.seed_everything(0, verbose=False)
+changed = (trained.users.weight != Half().users.weight).any(dim=1).nonzero().flatten()
+print("changed", len(changed), int(changed.max()))
+"""
+
+
+@needs("lightning")
+def test_torchrec_3114_lightning_ddp_leaves_rows_alone_that_are_in_no_batch():
+    found = re.search(r"changed (\d+) (\d+)", run("-c", TWO_PROCESSES))
+    assert found is not None
+    assert 450 < int(found[1]) <= 500
+    assert int(found[2]) < 500
+
+
 # Random walks are pyg-lib's, which is not on PyPI; without it, these few lines walk.
 WALKS = """
 import torch, torch_geometric.nn.models.node2vec as module
@@ -191,3 +225,20 @@ def test_the_trainer_trains_new_rows_and_nothing_else():
     assert "weights that changed: ['transformer.wte.weight', 'lm_head.weight']\n" in printed
     assert f"rows that changed: {list(range(1_000, 1_010))}\n" in printed
     assert in_the_gallery("new_tokens", printed)
+
+
+def resolved(cls: type) -> Iterator[type]:
+    """What ``class_resolver.utils.get_subclasses`` finds: classes of the package of their base."""
+    for below in cls.__subclasses__():
+        yield from resolved(below)
+        names = (below.__name__, *below.__module__.split("."))
+        private = any(name.startswith("_") for name in names)
+        if not private and names[1] == cls.__module__.partition(".")[0]:
+            yield below
+
+
+def test_none_of_ours_is_taken_for_one_of_torchs():
+    """Libraries that list the subclasses of torch's Optimizer skip ours."""
+    found = list(resolved(torch.optim.Optimizer))
+    assert not [cls for cls in found if cls.__module__.startswith("sparsestep.")]
+    assert sum(cls.__name__ == "Adam" for cls in found) == 1

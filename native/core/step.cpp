@@ -48,6 +48,13 @@ Extent extent(const T* begin, int64_t count) {
     return {first, begin ? first + count * int64_t(sizeof(T)) : first};
 }
 
+bool is_packed(const Job& job) { return job.packed.words != nullptr; }
+
+// Elements of a slot in parameter and values: of a single slot of kept elements, also the others.
+int64_t stored_size(const Job& job) {
+    return is_packed(job) && job.all_slots ? job.packed.numel : job.slot_size;
+}
+
 // Rows of values that a job may read.
 int64_t value_rows(const Job& job) { return job.value_index ? job.rows : job.entries; }
 
@@ -66,8 +73,9 @@ std::unique_ptr<char[]> gathered_values(const Job& job) {
 template <class Visit>
 void for_each_written(const Job& job, const Visit& visit) {
     if (!job.param.data) return;  // only norms are asked for
-    visit(extent(job.param, job.num_slots, job.slot_size));
-    for (const TensorView& state : job.state) visit(extent(state, job.num_slots, job.slot_size));
+    const int64_t state_slots = is_packed(job) && !job.all_slots ? job.packed.kept : job.num_slots;
+    visit(extent(job.param, job.num_slots, stored_size(job)));
+    for (const TensorView& state : job.state) visit(extent(state, state_slots, job.slot_size));
     for (const TensorView& state : job.slot_state) visit(extent(state, job.num_slots, 1));
 }
 
@@ -172,7 +180,7 @@ void Step::copy_if(Job& job, const IsWritten& is_written) {
             job.value_index = nullptr;
         }
     } else {
-        const Extent values = extent(job.values, value_rows(job), job.slot_size);
+        const Extent values = extent(job.values, value_rows(job), stored_size(job));
         if (is_written(values)) job.values.data = copied(values);
     }
     if (is_written(indices)) {
@@ -283,7 +291,7 @@ void Step::add_large_group(int64_t j, int64_t group) {
 void Step::find_lazy_state() {
     for (int64_t j = 0; j < count_; ++j) {
         const Job& job = jobs_[j];
-        if (job.all_slots) continue;  // each page is written as it comes
+        if (job.all_slots || is_packed(job)) continue;  // pages are written as they come
         const auto add = [&](const void* data, int64_t stride, int64_t bytes) {
             LazyState* const found = data ? LazyState::find(data) : nullptr;
             if (found && found->begin_step()) lazy_rows_.push_back({j, found, stride, bytes});

@@ -33,8 +33,9 @@ struct Memory {
     int64_t bytes;
 };
 
-// The longest slot whose state may be codes: its values are kept until the scale is known.
-constexpr int64_t max_int8_slot_size = 8192;
+// The longest slot that is kept until all of its values are known: for the scale of codes, or for a
+// norm before values are rounded.
+constexpr int64_t max_kept_slot_size = 8192;
 
 constexpr int max_states = 8;
 constexpr int max_slot_states = 4;
@@ -79,6 +80,22 @@ struct RowStride {
     int64_t row(int64_t here) const { return here * step + first; }
 };
 
+// A row whose 2-norm is above a limit after its update is rescaled to a norm: max_norm has the two
+// the same, normalize has 0 and 1.
+struct RowConstraint {
+    double norm = 0;  // 0: no constraint
+    double above = 0;
+};
+
+// A mask over the elements of a parameter, whose state has a value for each kept one: a bit for
+// each element, and before each run of words, how many are kept.
+constexpr int64_t rank_words = 8;
+struct PackedMask {
+    const uint64_t* words;
+    const int64_t* ranks;
+    int64_t numel, kept;
+};
+
 // One gradient to apply to one parameter.
 struct Job {
     bool all_slots;                  // every slot comes once, in order; no indices
@@ -109,16 +126,20 @@ struct Job {
     TensorView param;
     TensorView state[max_states];            // a number for each element
     TensorView slot_state[max_slot_states];  // a number for each slot
-    bool has_int8_state;                     // the state per element is codes, not `state`
+    // Where it has words, slots are elements, and the state of one is at its rank. If all_slots is
+    // set, the kept elements of parameter and values are a single slot.
+    PackedMask packed;
+    bool has_int8_state;  // the state per element is codes, not `state`
     Int8View int8_state[max_states];
     double options[max_options];  // of the rule, in the order of its formula's arguments
     double step;                  // the number of this update, from 1
     const Program* program;       // where the rule is none of the core's own
     const double* numbers;        // of the program
     Apply apply;
-    bool needs_whole_slots;  // the rule needs whole slots at a time
-    Norm order;              // where there is no rule but a norm is asked for
-    double* norms;           // of each slot, at the number of its first entry
+    bool needs_whole_slots;    // the rule or the constraint needs whole slots at a time
+    RowConstraint constraint;  // slots are rows where there is one
+    Norm order;                // where there is no rule but a norm is asked for
+    double* norms;             // of each slot, at the number of its first entry
 };
 
 struct RuleKernel {
@@ -158,6 +179,8 @@ struct CatchUpJob {
     const double* sums;  // by step since base, over all later steps; or the total of sizes
     int64_t sums_per_step;
     double options[max_options];  // of the rule, for an idle update that recomputes
+    RowConstraint constraint;     // of each row after each step; then tensors need no conversion
+    int64_t single_steps;         // how many of the steps that a row missed may turn it: one by one
 };
 
 // Of the rows [begin, end), those that one of several parts owns.

@@ -12,8 +12,10 @@
 #include <utility>
 
 #include "core/types.h"
+#include "kernels/constraint.h"
 #include "kernels/grads.h"
 #include "kernels/int8.h"
+#include "kernels/masked.h"
 #include "kernels/rows.h"
 #include "rules/math.h"
 
@@ -29,6 +31,7 @@ public:
         : GradReader<T, Rows, simple>(job, slice),
           rule_(job.options, job.step),
           element_mask_(job.element_mask),
+          packed_(job.packed),
           decay_factor_(T(job.decay_factor)),
           param_(job.param, job, slice, 0),
           state_(make_state(job, slice, sequence())) {}
@@ -49,6 +52,12 @@ private:
     static constexpr auto sequence() { return std::make_index_sequence<states>(); }
 
     bool has_element_mask() const { return !simple && element_mask_; }
+    bool is_constrained() const { return job_.constraint.norm > 0; }
+    // Whether a converted row is rounded and stored only once it is constrained.
+    bool keeps_param() const { return !Rows::is_direct && is_constrained(); }
+    int64_t state_slot(int64_t slot) const {
+        return !simple && packed_.words && !job_.all_slots ? rank_of(packed_, slot) : slot;
+    }
 
     struct State {
         StateRows rows[states > 0 ? states : 1];
@@ -63,7 +72,8 @@ private:
 
     SPARSESTEP_INLINE void prefetch_slot(int64_t slot) const {
         param_.prefetch(slot);
-        for (int s = 0; s < states; ++s) state_.rows[s].prefetch(slot);
+        const int64_t place = state_slot(slot);
+        for (int s = 0; s < states; ++s) state_.rows[s].prefetch(place);
         for (int s = 0; s < slot_states; ++s) {
             const TensorView& view = job_.slot_state[s];
             const int64_t byte = slot * view.slot_stride * bytes_of(view.dtype);
@@ -74,6 +84,7 @@ private:
     template <size_t... S>
     SPARSESTEP_INLINE void update_slot(const SlotEntries& entries, std::index_sequence<S...>) {
         const int64_t slot = entries.slot;
+        [[maybe_unused]] const int64_t place = state_slot(slot);
         const int64_t columns = Rows::fixed_columns ? Rows::fixed_columns : columns_;
         Rule rule = rule_;
         const T* known = nullptr;  // the gradient, where it was needed before and is one tile
@@ -81,10 +92,10 @@ private:
         for (int64_t offset = 0; offset < columns; offset += tile_size) {
             const int64_t rest = columns - offset;
             const int64_t n = rest < tile_size ? rest : tile_size;
-            T* param = param_.load(slot, offset, n, param_tile_);
+            T* param = param_.load(slot, offset, n, param_tile_ + (keeps_param() ? offset : 0));
             const T* grad = known ? known : gradient(entries, offset, n, param);
             if (entries.next >= 0) param_.prefetch(this->slot_of(entries.next));
-            T* state[] = {load_state<S>(entries, offset, n)..., nullptr};
+            T* state[] = {load_state<S>(entries, place, offset, n)..., nullptr};
             T* written[] = {param, state[S]...};
             if (has_element_mask()) keep_tiles(written, 1 + states, n, before_[0]);
             if (decay_factor_ != 1) multiply_tile(param, decay_factor_, n);
@@ -95,15 +106,17 @@ private:
                     element_mask_ + row_of(entries.first) * columns + offset;
                 restore_tiles(written, 1 + states, n, before_[0], element_mask);
             }
-            param_.store(slot, offset, n, param);
-            (state_.rows[S].store(slot, offset, n, state[S]), ...);
+            if (!keeps_param()) param_.store(slot, offset, n, param);
+            (state_.rows[S].store(place, offset, n, state[S]), ...);
         }
-        (state_.rows[S].finish(slot, columns, state_tiles_[S]), ...);
+        (state_.rows[S].finish(place, columns, state_tiles_[S]), ...);
+        if (is_constrained()) constrain_slot(job_.constraint, param_, slot, columns, param_tile_);
     }
 
     template <size_t S>
-    SPARSESTEP_INLINE T* load_state(const SlotEntries& entries, int64_t offset, int64_t n) {
-        T* found = state_.rows[S].load(entries.slot, offset, n, state_tile(S, offset));
+    SPARSESTEP_INLINE T* load_state(const SlotEntries& entries, int64_t place, int64_t offset,
+                                    int64_t n) {
+        T* found = state_.rows[S].load(place, offset, n, state_tile(S, offset));
         if (entries.next >= 0) state_.rows[S].prefetch(this->slot_of(entries.next));
         return found;
     }
@@ -162,10 +175,11 @@ private:
 
     const Rule rule_;
     const bool* const element_mask_;
+    const PackedMask packed_;
     const T decay_factor_;
     const Rows param_;
     const State state_;
-    alignas(cache_line) T param_tile_[tile_size];
+    alignas(cache_line) T param_tile_[Rows::is_direct ? tile_size : max_kept_slot_size];
     alignas(cache_line) T state_tiles_[states > 0 ? states : 1][StateRows::kept_columns];
     T before_[1 + states][tile_size];
 };
@@ -208,7 +222,18 @@ void apply(const Job& job, const JobSlice& slice) {
             stored = false;
         }
     }
-    for (int s = 0; s < Rule<T>::states; ++s) stored = stored && is_stored_as<T>(job.state[s]);
+    bool is_state_stored = true;
+    for (int s = 0; s < Rule<T>::states; ++s) is_state_stored &= is_stored_as<T>(job.state[s]);
+    if constexpr (Rule<T>::slot_states == 0) {
+        if (job.packed.words && job.all_slots) {
+            using Kept = MaskedRows<T>;
+            if (is_state_stored) {
+                return ApplyLoop<Rule<T>, T, Kept, false, DirectRows<T, 0>>(job, slice).run();
+            }
+            return ApplyLoop<Rule<T>, T, Kept, false, AnyRows<T>>(job, slice).run();
+        }
+    }
+    stored = stored && is_state_stored;
     if (!stored)
         return ApplyLoop<Rule<T>, T, ConvertedRows<T>, false, AnyRows<T>>(job, slice).run();
     if constexpr (sizeof(T) == 4 && Rule<T>::has_fixed_sizes) {

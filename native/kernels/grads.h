@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "core/types.h"
+#include "kernels/constraint.h"
 #include "kernels/rows.h"
 #include "rules/math.h"
 
@@ -23,7 +24,7 @@ constexpr int64_t prefetch_distance_narrow = 64;
 // nothing else.
 inline bool is_simple_grad(const Job& job) {
     return !job.all_slots && !job.value_index && !job.scale.data && !job.element_mask &&
-           !job.maximize && job.coupled_decay == 0;
+           !job.packed.words && !job.maximize && job.coupled_decay == 0;
 }
 
 // A slot and its entries: the first, and the numbers of all where there are more.
@@ -212,39 +213,28 @@ public:
     }
 
 private:
-    // In double, so that no square overflows; in as many lanes on every machine, since the order of
-    // a sum decides its last bits.
-    static constexpr int lanes_count = 8;
-
     double norm(const SlotEntries& entries) {
-        double lanes[lanes_count] = {};
+        double lanes[norm_lanes] = {};
         for (int64_t offset = 0; offset < this->columns_; offset += tile_size) {
             const int64_t rest = this->columns_ - offset;
             const int64_t n = rest < tile_size ? rest : tile_size;
             const T* grad = this->gradient(entries, offset, n, nullptr);
             switch (this->job_.order) {
-                case Norm::sum: add(lanes, grad, n, [](double x) { return absolute(x); }); break;
-                case Norm::squares: add(lanes, grad, n, [](double x) { return x * x; }); break;
+                case Norm::sum:
+                    add_to_lanes(lanes, grad, n, [](double x) { return absolute(x); });
+                    break;
+                case Norm::squares:
+                    add_to_lanes(lanes, grad, n, [](double x) { return x * x; });
+                    break;
                 case Norm::largest: raise(lanes, grad, n); break;
             }
         }
         double total = lanes[0];
-        for (int lane = 1; lane < lanes_count; ++lane) {
+        for (int lane = 1; lane < norm_lanes; ++lane) {
             total = this->job_.order == Norm::largest ? larger(total, lanes[lane])
                                                       : total + lanes[lane];
         }
         return this->job_.order == Norm::squares ? square_root(total) : total;
-    }
-
-    template <class Of>
-    SPARSESTEP_INLINE static void add(double* __restrict lanes, const T* __restrict grad, int64_t n,
-                                      const Of& of) {
-        int64_t j = 0;
-        for (; j + lanes_count <= n; j += lanes_count) {
-            for (int lane = 0; lane < lanes_count; ++lane)
-                lanes[lane] += of(double(grad[j + lane]));
-        }
-        for (int lane = 0; j < n; ++j, ++lane) lanes[lane] += of(double(grad[j]));
     }
 
     static void raise(double* lanes, const T* grad, int64_t n) {

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/types.h"
+#include "kernels/constraint.h"
 #include "kernels/grads.h"
 #include "kernels/rows.h"
 #include "rules/ftrl.h"
@@ -61,10 +62,11 @@ protected:
     double latest() const { return job_.inverse_decay[missed_.now]; }
     bool has_decayed() const { return job_.inverse_decay[missed_.since] != latest(); }
 
-    // Over the steps missed, times latest().
+    // Over all steps since, times latest().
     const double* sums() const { return job_.sums + missed_.since * job_.sums_per_step; }
+    bool has_sums() const { return job_.converges && missed_.now == job_.now - job_.base; }
     bool has_moved_by_sums() const {
-        return missed_.had_gradient && (!job_.converges || sums()[0] != 0);
+        return missed_.had_gradient && (!has_sums() || sums()[0] != 0);
     }
 
     // Of the sizes, over the steps up to `end`.
@@ -116,8 +118,8 @@ public:
 
     void enter_row(const Missed& missed) {
         IdleUpdate<T>::enter_row(missed);
-        total_ = this->job_.converges ? T(this->sums()[0] / this->latest())
-                                      : T(this->replay([](double size, int64_t) { return size; }));
+        total_ = this->has_sums() ? T(this->sums()[0] / this->latest())
+                                  : T(this->replay([](double size, int64_t) { return size; }));
     }
     bool move(T* __restrict param, T* const* state, int64_t m) const {
         const T* __restrict buffer = state[this->job_.buffer];
@@ -195,7 +197,7 @@ public:
         const double allowed = this->job_.max_error * absolute(sums[0]);
         double error = sums[series_terms];
         terms_ = 0;
-        if (!this->job_.converges || !(error <= allowed)) return;
+        if (!this->has_sums() || !(error <= allowed)) return;
         // Half as many terms are enough for most rows, or a quarter.
         for (terms_ = series_terms; terms_ > series_terms / 4; terms_ /= 2) {
             for (int i = terms_ / 2; i < terms_; ++i) error += absolute(sums[i]);
@@ -210,7 +212,12 @@ public:
             case series_terms: move_by_series<series_terms>(param, buffer, state, m); break;
             case series_terms / 2: move_by_series<series_terms / 2>(param, buffer, state, m); break;
             case series_terms / 4: move_by_series<series_terms / 4>(param, buffer, state, m); break;
-            default: replay_entries(param, buffer, state, m);
+            default:
+                if (has_squares() && this->missed_.now == this->missed_.since + 1) {
+                    move_one_step(param, buffer, state[this->job_.square], m);
+                } else {
+                    replay_entries(param, buffer, state, m);
+                }
         }
         return false;
     }
@@ -269,6 +276,18 @@ private:
         const T eps_, center_;
         T series_[terms];
     };
+
+    void move_one_step(T* __restrict param, const T* __restrict buffer, const T* __restrict square,
+                       int64_t m) const {
+        const int64_t step = this->missed_.now;
+        const T decay = this->decay_, eps = T(this->job_.eps);
+        const T size = T(this->job_.sizes[step] * this->job_.buffer_decay);
+        const T root = T(root_decay_ / this->job_.roots[step]);
+        for (int64_t j = 0; j < m; ++j) {
+            const T move = size * buffer[j] / (square_root(square[j]) * root + eps);
+            param[j] += param[j] * decay - (buffer[j] != 0 ? move : T(0));
+        }
+    }
 
     void replay_entries(T* param, const T* buffer, T* const* state, int64_t m) const {
         const T* square = has_squares() ? state[this->job_.square] : nullptr;
@@ -403,6 +422,37 @@ private:
         missed.now = job_.now - job_.base;
         missed.had_gradient = last >= 0;
         if (missed.since >= missed.now) return;
+        ++done_.deferred;
+        done_.stale += job_.constraint.norm > 0 ? replay_constrained(row, missed)
+                                                : catch_up_steps(row, missed);
+    }
+
+    // Steps one by one, each with its constraint, as long as they turn the row; the rest at once.
+    // Returns whether the row was stale.
+    bool replay_constrained(int64_t row, Missed missed) {
+        bool stale = false;
+        const int64_t single_steps = has_buffer(row) ? job_.single_steps : 1;
+        const int64_t now = missed.now, last_single = missed.since + single_steps;
+        for (; missed.since < now; missed.since = missed.now) {
+            missed.now = missed.since < last_single ? missed.since + 1 : now;
+            stale |= catch_up_steps(row, missed);
+            T* const param = param_.load(row, 0, job_.slot_size, nullptr);
+            stale |= constrain_row(job_.constraint, param, job_.slot_size);
+        }
+        return stale;
+    }
+
+    // Whether there is anything to move along.
+    bool has_buffer(int64_t row) const {
+        if (job_.buffer < 0) return false;
+        const T* const buffer = state_[job_.buffer].load(row, 0, job_.slot_size, nullptr);
+        for (int64_t j = 0; j < job_.slot_size; ++j) {
+            if (buffer[j] != 0) return true;
+        }
+        return false;
+    }
+
+    bool catch_up_steps(int64_t row, Missed missed) {
         const int64_t count = missed.now - missed.since;
         missed.row_square = decay_slot_states(row, count);
         update_.enter_row(missed);
@@ -410,8 +460,7 @@ private:
         for (int64_t offset = 0; offset < job_.slot_size; offset += tile_size) {
             moved |= catch_up_tile(row, offset, count);
         }
-        ++done_.deferred;
-        done_.stale += update_.is_stale(moved);
+        return update_.is_stale(moved);
     }
 
     // Returns the square that the idle update divides by, as it was, if it is one of them.

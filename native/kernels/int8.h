@@ -41,7 +41,7 @@ constexpr Int8RandomBits int8_random_bits;
 template <class T, int64_t fixed>
 struct Int8Rows {
     // The scale needs the whole slot.
-    static constexpr int64_t kept_columns = fixed ? tile_size : max_int8_slot_size;
+    static constexpr int64_t kept_columns = fixed ? tile_size : max_kept_slot_size;
     static constexpr bool is_kept() { return !fixed; }
     // Rows take many instructions. Prefetching the next one all at once would stall them, so it is
     // prefetched piece by piece.
@@ -174,7 +174,7 @@ private:
 // State in any form: int8 codes, or converted.
 template <class T>
 struct AnyRows {
-    static constexpr int64_t kept_columns = max_int8_slot_size;
+    static constexpr int64_t kept_columns = max_kept_slot_size;
 
     ConvertedRows<T> converted;
     Int8Rows<T, 0> coded;

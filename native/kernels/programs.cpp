@@ -10,8 +10,10 @@
 
 #include "core/program.h"
 #include "core/types.h"
+#include "kernels/constraint.h"
 #include "kernels/grads.h"
 #include "kernels/kernels.h"
+#include "kernels/masked.h"
 #include "kernels/rows.h"
 #include "rules/math.h"
 
@@ -121,7 +123,7 @@ private:
     }
 };
 
-template <class T, class Rows, bool simple = false>
+template <class T, class Rows, bool simple = false, class StateRows = Rows>
 class ProgramLoop : GradReader<T, Rows, simple> {
 public:
     ProgramLoop(const Job& job, const JobSlice& slice)
@@ -129,6 +131,7 @@ public:
           program_(*job.program),
           states_(job.program->states),
           element_mask_(job.element_mask),
+          packed_(job.packed),
           decay_factor_(T(job.decay_factor)),
           tensors_(job, slice) {
         const int inputs = 2 + states_;
@@ -153,22 +156,30 @@ private:
 
     // The parameter, then the states; those that the program has not are the parameter again.
     struct Tensors {
-        Rows param, state[max_states];
+        Rows param;
+        StateRows state[max_states];
         Tensors(const Job& job, const JobSlice& slice)
             : Tensors(job, slice, std::make_index_sequence<max_states>()) {}
         template <size_t... S>
         Tensors(const Job& job, const JobSlice& slice, std::index_sequence<S...>)
             : param(job.param, job, slice, 0),
-              state{Rows(int(S) < job.program->states ? job.state[S] : job.param, job, slice,
-                         int(S) + 1)...} {}
+              state{StateRows(int(S) < job.program->states ? job.state[S] : job.param, job, slice,
+                              int(S) + 1)...} {}
     };
 
     bool has_element_mask() const { return !simple && element_mask_; }
+    bool is_constrained() const { return job_.constraint.norm > 0; }
+    // Whether a converted row is rounded and stored only once it is constrained.
+    bool keeps_param() const { return !Rows::is_direct && is_constrained(); }
+    int64_t state_slot(int64_t slot) const {
+        return !simple && packed_.words && !job_.all_slots ? rank_of(packed_, slot) : slot;
+    }
     int64_t columns() const { return Rows::fixed_columns ? Rows::fixed_columns : columns_; }
 
     SPARSESTEP_INLINE void prefetch_slot(int64_t slot) const {
         tensors_.param.prefetch(slot);
-        for (int s = 0; s < states_; ++s) tensors_.state[s].prefetch(slot);
+        const int64_t place = state_slot(slot);
+        for (int s = 0; s < states_; ++s) tensors_.state[s].prefetch(place);
         for (int s = 0; s < program_.slot_states; ++s) {
             const TensorView& view = job_.slot_state[s];
             const int64_t byte = slot * view.slot_stride * bytes_of(view.dtype);
@@ -236,7 +247,8 @@ private:
         run_row(phase);
         for (int64_t offset = 0; offset < columns(); offset += tile_size) {
             const int64_t n = tile_at(offset);
-            T* const param = tensors_.param.load(slot, offset, n, param_tile_);
+            T* const kept = param_tile_ + (keeps_param() ? offset : 0);
+            T* const param = tensors_.param.load(slot, offset, n, kept);
             const T* const grad = known ? known : gradient(entries, offset, n, param);
             T* written[1 + max_states] = {param};
             T* const* const state = written + 1;
@@ -251,8 +263,13 @@ private:
                 const bool* const mask = element_mask_ + row_of(entries.first) * columns() + offset;
                 restore_tiles(written, 1 + states_, n, before_[0], mask);
             }
-            tensors_.param.store(slot, offset, n, param);
-            for (int s = 0; s < states_; ++s) tensors_.state[s].store(slot, offset, n, state[s]);
+            if (!keeps_param()) tensors_.param.store(slot, offset, n, param);
+            for (int s = 0; s < states_; ++s) {
+                tensors_.state[s].store(state_slot(slot), offset, n, state[s]);
+            }
+        }
+        if (is_constrained()) {
+            constrain_slot(job_.constraint, tensors_.param, slot, columns(), param_tile_);
         }
     }
 
@@ -261,7 +278,7 @@ private:
         return rest < tile_size ? rest : tile_size;
     }
     T* load_state(int s, int64_t slot, int64_t offset, int64_t n) {
-        return tensors_.state[s].load(slot, offset, n, state_tiles_[s]);
+        return tensors_.state[s].load(state_slot(slot), offset, n, state_tiles_[s]);
     }
     SPARSESTEP_INLINE void look_at(T* param, const T* grad, T* const* state, int64_t at) {
         tiles_[0] = param + at;
@@ -288,13 +305,14 @@ private:
     const Program& program_;
     const int states_;
     const bool* const element_mask_;
+    const PackedMask packed_;
     const T decay_factor_;
     const Tensors tensors_;
     T* tiles_[max_tile_registers];  // where each register lies
     T* row_[max_row_registers];
     T row_registers_[max_row_registers];
     alignas(cache_line) T registers_[max_tile_registers - 2][chunk];
-    alignas(cache_line) T param_tile_[tile_size];
+    alignas(cache_line) T param_tile_[Rows::is_direct ? tile_size : max_kept_slot_size];
     alignas(cache_line) T shrunk_[tile_size];
     alignas(cache_line) T state_tiles_[max_states][tile_size];
     T before_[1 + max_states][tile_size];
@@ -303,8 +321,15 @@ private:
 template <class T>
 void apply_program(const Job& job, const JobSlice& slice) {
     if (slice.first_column == slice.last_column) return;  // slots without elements
-    bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
-    for (int s = 0; s < job.program->states; ++s) stored &= is_stored_as<T>(job.state[s]);
+    bool is_state_stored = true;
+    for (int s = 0; s < job.program->states; ++s) is_state_stored &= is_stored_as<T>(job.state[s]);
+    if (job.packed.words && job.all_slots) {
+        using Kept = MaskedRows<T>;
+        if (is_state_stored) return ProgramLoop<T, Kept, false, DirectRows<T, 0>>(job, slice).run();
+        return ProgramLoop<T, Kept, false, ConvertedRows<T>>(job, slice).run();
+    }
+    const bool stored =
+        is_state_stored && is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
     if (!stored) return ProgramLoop<T, ConvertedRows<T>>(job, slice).run();
     if constexpr (sizeof(T) == 4) {
         if (is_simple_grad(job)) {

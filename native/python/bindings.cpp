@@ -8,6 +8,7 @@
 
 #include "core/csr.h"
 #include "core/instruction_sets.h"
+#include "core/masks.h"
 #include "core/threads.h"
 #include "python/catch_up.h"
 #include "python/lookup.h"
@@ -15,6 +16,7 @@
 #include "python/row_writes.h"
 #include "python/step.h"
 #include "python/storage.h"
+#include "python/strings.h"
 #include "python/vocabulary.h"
 
 namespace nb = nanobind;
@@ -35,6 +37,19 @@ bool run_slots_of(nb::object starts, nb::object others, int64_t block_rows, int6
         value_index.is_none() ? nullptr : static_cast<int64_t*>(address(value_index));
     nb::gil_scoped_release release;
     return slots_of(from, to, rows, threads);
+}
+
+// See pack_mask; all tensors contiguous, on the CPU.
+int64_t run_pack_mask(nb::object mask, nb::object words, nb::object ranks) {
+    const int64_t count = numel(mask), word_count = (count + 63) / 64;
+    if (numel(words) != word_count || numel(ranks) != (word_count + rank_words - 1) / rank_words) {
+        throw nb::value_error("no such words");
+    }
+    const bool* const from = static_cast<const bool*>(address(mask));
+    uint64_t* const bits = static_cast<uint64_t*>(address(words));
+    int64_t* const before = static_cast<int64_t*>(address(ranks));
+    nb::gil_scoped_release release;
+    return pack_mask(from, count, bits, before);
 }
 
 // The norm of every slot of a gradient, at the number of its first entry; zero elsewhere. Nothing
@@ -106,15 +121,16 @@ NB_MODULE(_C, module) {
              nb::arg("slot_states"), nb::arg("numbers"), nb::arg("phases"), nb::arg("row_results"));
     nb::class_<NativeGroup>(module, "NativeGroup", "What a param group says about its updates.")
         .def(nb::init<int, nb::tuple, bool, double, double, double, nb::tuple, bool, nb::tuple,
-                      bool>(),
+                      bool, std::optional<nb::tuple>>(),
              nb::arg("rule"), nb::arg("names"), nb::arg("counts"), nb::arg("sign"),
              nb::arg("coupled_decay"), nb::arg("decay_factor"), nb::arg("options"),
              nb::arg("stochastic_rounding") = false, nb::arg("signs") = nb::tuple(),
-             nb::arg("takes_dense") = true)
-        .def(nb::init<nb::object, nb::tuple, int64_t, double, double, double, nb::tuple, bool>(),
+             nb::arg("takes_dense") = true, nb::arg("constraint") = nb::none())
+        .def(nb::init<nb::object, nb::tuple, int64_t, double, double, double, nb::tuple, bool,
+                      std::optional<nb::tuple>>(),
              nb::arg("program"), nb::arg("names"), nb::arg("step"), nb::arg("sign"),
              nb::arg("coupled_decay"), nb::arg("decay_factor"), nb::arg("numbers"),
-             nb::arg("stochastic_rounding"));
+             nb::arg("stochastic_rounding"), nb::arg("constraint") = nb::none());
     module.def("replay_step", &replay_step, nb::arg("instruction_set"), nb::arg("groups"),
                nb::arg("cached_plan"), nb::arg("state"), nb::arg("addresses"), nb::arg("threads"),
                nb::arg("grads") = nb::none(), nb::arg("first") = 0,
@@ -127,7 +143,8 @@ NB_MODULE(_C, module) {
         .def(nb::init<int>(), nb::arg("instruction_set"))
         .def("add", &NativeStep::add, nb::arg("group"), nb::arg("step"), nb::arg("grad"),
              nb::arg("param"), nb::arg("states"), nb::arg("seed").none(),
-             nb::arg("row_stride").none(), nb::arg("owner"), nb::arg("index"),
+             nb::arg("row_stride").none(), nb::arg("packed").none(), nb::arg("owner"),
+             nb::arg("index"),
              "Add a job; false, and nothing added, where the core has no way to run it.")
         .def("try_claim", &NativeStep::try_claim, nb::arg("group"), nb::arg("owner"),
              nb::arg("params"), nb::arg("state"), nb::arg("addresses"), nb::arg("seen"),
@@ -149,6 +166,7 @@ NB_MODULE(_C, module) {
     bind_catch_up(module);
     bind_round_robin(module);
     bind_storage(module);
+    bind_strings(module);
     bind_lookup(module);
     bind_row_writes(module);
     bind_vocabulary(module);
@@ -156,6 +174,8 @@ NB_MODULE(_C, module) {
                nb::arg("block_rows"), nb::arg("row_slots"), nb::arg("indices"),
                nb::arg("value_index").none(), nb::arg("threads"),
                "Write out the slots of a compressed gradient; false where it is not valid.");
+    module.def("pack_mask", &run_pack_mask, nb::arg("mask"), nb::arg("words"), nb::arg("ranks"),
+               "Fill in bits and ranks of a mask over elements; how many it keeps.");
     module.def("norms", &run_norms, nb::arg("parts"), nb::arg("order"), nb::arg("norms"),
                nb::arg("threads"), nb::arg("instruction_set"),
                "Fill in the norm of every slot of a gradient, at its first entry; None where it "

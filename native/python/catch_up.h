@@ -32,6 +32,8 @@ struct CatchUpCall {
     int64_t horizon = 1;
     nb::object inverse_decay, sizes, roots, centers, sums;  // tables, float64
     nb::tuple options;
+    std::optional<nb::tuple> constraint;
+    int64_t single_steps = 0;
 
     // Returns a CatchUpResult as a tuple; None, and nothing done, if the core cannot read a tensor.
     nb::object run(int threads, int instruction_set) const {
@@ -44,6 +46,7 @@ struct CatchUpCall {
         work.slot_size = numel(param) / num_slots;
         const std::optional<bool> in_double = read_tensors(work, num_slots);
         if (!in_double) return nb::none();
+        if (constraint && !is_all_direct(work, *in_double)) return nb::none();
         read_history(work);
         const Kernels& kernels = *in_double ? set.in_double : set.in_float;
         const CatchUpResult done =
@@ -78,7 +81,16 @@ private:
         return in_double;
     }
 
+    // Steps that are replayed one by one must not round to half precision in between.
+    static bool is_all_direct(const CatchUpJob& work, bool in_double) {
+        bool all = is_direct(work.param, in_double);
+        for (int s = 0; s < work.states; ++s) all = all && is_direct(work.state[s], in_double);
+        return all;
+    }
+
     void read_history(CatchUpJob& work) const {
+        work.constraint = read_constraint(constraint);
+        work.single_steps = single_steps;
         work.rows = integers(rows);
         work.last = static_cast<int32_t*>(own_address(last));
         work.now = now;
@@ -178,6 +190,8 @@ void bind_catch_up(nb::module_& module) {
         .def_rw("centers", &CatchUpCall::centers)
         .def_rw("sums", &CatchUpCall::sums)
         .def_rw("options", &CatchUpCall::options)
+        .def_rw("constraint", &CatchUpCall::constraint, nb::arg().none())
+        .def_rw("single_steps", &CatchUpCall::single_steps)
         .def(
             "run", &CatchUpCall::run, nb::arg("threads"), nb::arg("instruction_set"),
             "Catch up; returns the number of deferred rows, and of rows whose parameter was stale. "

@@ -191,6 +191,29 @@ bool read_dense_grad(const PlainTensor& param, nb::handle grad, DenseSlots slots
     return true;
 }
 
+// A mask over the elements of a parameter, as PackedMask.native in grads/masks.py has it.
+void read_packed(nb::handle from, int64_t numel_of_param, PackedMask& to) {
+    to.words = reinterpret_cast<const uint64_t*>(integers(from[0]));
+    to.ranks = integers(from[1]);
+    to.kept = nb::cast<int64_t>(from[2]);
+    to.numel = numel_of_param;
+    const int64_t words = (to.numel + 63) / 64;
+    if (numel(from[0]) != words || numel(from[1]) != (words + rank_words - 1) / rank_words) {
+        throw nb::value_error("no such mask");
+    }
+}
+
+// A dense gradient, of which a mask keeps elements. False for any other form.
+bool read_masked_grad(const PlainTensor& param, nb::handle grad, nb::handle selection, Job& job) {
+    if (!is_strided(grad) || !has_shape(selection[3], param) || !param.are_rows_together() ||
+        !read_dense_grad(param, grad, DenseSlots::one, job)) {
+        return false;
+    }
+    read_packed(selection, param.numel(), job.packed);
+    job.slot_size = job.packed.kept;
+    return job.packed.kept > 0;
+}
+
 // Everything about the gradient of a job, for a parameter that is not empty. False for any other
 // form. `alive` and `joined` get what the job points to; `indices` the tensor of indices, the parts
 // of a compact gradient, or None for a dense one.
@@ -201,6 +224,13 @@ bool read_standard_grad(const PlainTensor& param, nb::handle grad, nb::handle se
     if (selection.is_none() && is_strided(grad)) {
         if (!read_dense_grad(param, grad, dense, job)) return false;
         alive.push_back(nb::borrow(grad));
+        indices = nb::none();
+        return true;
+    }
+    if (!selection.is_none() && nb::len(selection) == 4) {
+        if (!read_masked_grad(param, grad, selection, job)) return false;
+        alive.push_back(nb::borrow(grad));
+        alive.push_back(nb::borrow(selection));
         indices = nb::none();
         return true;
     }

@@ -1,5 +1,5 @@
-// Ids for the processes that have their rows: see src/sparsestep/distributed/_packing.py. Included
-// by bindings.cpp alone.
+// Ids for the processes that have their rows, and messages: see src/sparsestep/distributed.
+// Included by bindings.cpp alone.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/messages.h"
 #include "core/round_robin.h"
 #include "python/tensors.h"
 
@@ -19,12 +20,6 @@ int64_t* writable(nb::handle tensor, int64_t elements) {
     return const_cast<int64_t*>(integers(tensor));
 }
 
-nb::list as_list(const std::vector<int64_t>& numbers) {
-    nb::list found;
-    for (int64_t number : numbers) found.append(number);
-    return found;
-}
-
 // Bags must cover the ids from the first to the last, each beginning where the one before ends.
 bool are_bags(const IdBags& from) {
     if (!from.starts) return true;
@@ -33,14 +28,13 @@ bool are_bags(const IdBags& from) {
 }
 
 template <class Row>
-nb::tuple split_into(const IdBags& from, int64_t world, Row* rows, int64_t* order, int64_t* bags,
-                     int32_t* lengths) {
+void split_into(const IdBags& from, int64_t world, Row* rows, int64_t* order, int64_t* bags,
+                int32_t* lengths, int64_t* counts) {
+    nb::gil_scoped_release release;
     RankParts<Row> parts{rows, order, bags, lengths, {}, {}};
-    {
-        nb::gil_scoped_release release;
-        split_by_owner(from, uint64_t(world), parts);
-    }
-    return nb::make_tuple(as_list(parts.ids_of), as_list(parts.bags_of));
+    split_by_owner(from, uint64_t(world), parts);
+    counts = std::copy(parts.ids_of.begin(), parts.ids_of.end(), counts);
+    std::copy(parts.bags_of.begin(), parts.bags_of.end(), counts);
 }
 
 // Without numbers of bags, there is a length for each owner and bag.
@@ -50,8 +44,8 @@ bool has_lengths(const IdBags& from, int64_t world, nb::handle bags, nb::handle 
     return is_short && numel(lengths) >= (bags.is_none() ? from.count * world : from.entries);
 }
 
-nb::tuple run_split(nb::object ids, nb::object starts, int64_t world, nb::object rows,
-                    nb::object order, nb::object bags, nb::object lengths) {
+void run_split(nb::object ids, nb::object starts, int64_t world, nb::object rows, nb::object order,
+               nb::object bags, nb::object lengths, nb::object counts) {
     const int64_t entries = numel(ids);
     const IdBags from{integers(ids), entries, integers(starts),
                       starts.is_none() ? entries : numel(starts) - 1};
@@ -64,9 +58,13 @@ nb::tuple run_split(nb::object ids, nb::object starts, int64_t world, nb::object
     }
     int64_t *const to = writable(order, entries), *const which = writable(bags, entries);
     int32_t* const sizes = lengths.is_none() ? nullptr : static_cast<int32_t*>(address(lengths));
+    int64_t* const of_ranks = writable(counts, 2 * world);
     void* const data = address(rows);
-    if (is_int64) return split_into(from, world, static_cast<int64_t*>(data), to, which, sizes);
-    return split_into(from, world, static_cast<int32_t*>(data), to, which, sizes);
+    if (is_int64) {
+        split_into(from, world, static_cast<int64_t*>(data), to, which, sizes, of_ranks);
+    } else {
+        split_into(from, world, static_cast<int32_t*>(data), to, which, sizes, of_ranks);
+    }
 }
 
 int64_t run_unique(nb::object ids, int64_t rows, nb::object unique, nb::object which) {
@@ -78,11 +76,75 @@ int64_t run_unique(nb::object ids, int64_t rows, nb::object unique, nb::object w
     return find_unique(from, entries, rows, found, each);
 }
 
+SectionSizes sizes_of(nb::handle sizes, size_t sections) {
+    const int64_t *const data = integers(sizes), count = int64_t(sections);
+    const nb::object world = get(sizes, names().shape)[0];
+    const SectionSizes found{data, nb::cast<int64_t>(world), count};
+    if (numel(sizes) != found.world * count || !is_true(sizes, names().is_contiguous))
+        throw nb::value_error("sparsestep: no such sizes");
+    return found;
+}
+
+// The memory of contiguous tensors; nothing for None.
+std::vector<Section> sections_of(nb::list tensors) {
+    std::vector<Section> found;
+    for (nb::handle tensor : tensors) {
+        if (tensor.is_none()) {
+            found.push_back({nullptr, 0});
+            continue;
+        }
+        const int64_t elements = numel(tensor);
+        const int64_t item = nb::cast<int64_t>(get(tensor, names().itemsize));
+        if (!is_true(tensor, names().is_contiguous)) {
+            throw nb::value_error("sparsestep: sections must be contiguous");
+        }
+        found.push_back({static_cast<char*>(address(tensor, elements)), elements * item});
+    }
+    return found;
+}
+
+void run_pack(nb::list tensors, nb::object sizes, int64_t own, int64_t gap, nb::object buffer) {
+    const std::vector<Section> sections = sections_of(tensors);
+    const SectionSizes of = sizes_of(sizes, sections.size());
+    char* const to = static_cast<char*>(address(buffer));
+    const SectionSplit split(sections, of);
+    if (gap < 0 || !split.is_valid() || !fits_buffer(of, own, gap, numel(buffer))) {
+        throw nb::value_error("sparsestep: no such messages");
+    }
+    nb::gil_scoped_release release;
+    pack_messages(split, of.world, own, gap, to);
+}
+
+void run_unpack(nb::object buffer, nb::object sizes, int64_t own, int64_t gap, nb::list tensors,
+                nb::list mine, nb::object own_sizes) {
+    const std::vector<Section> sections = sections_of(tensors), kept = sections_of(mine);
+    const SectionSizes of = sizes_of(sizes, sections.size());
+    const SectionSizes sent = sizes_of(own_sizes, kept.size());
+    const char* const from = static_cast<const char*>(address(buffer));
+    const SectionSplit split(sections, of), kept_split(kept, sent);
+    bool fits = gap >= 0 && own >= 0 && own < of.world && sent.world == of.world &&
+                sections.size() == kept.size() && split.is_valid() && kept_split.is_valid() &&
+                fits_buffer(of, own, gap, numel(buffer));
+    for (size_t s = 0; s < sections.size() && fits; ++s) {
+        fits = of.total(int64_t(s)) == sections[s].bytes &&
+               of.at(own, int64_t(s)) == sent.at(own, int64_t(s));
+    }
+    if (!fits) throw nb::value_error("sparsestep: no such messages");
+    nb::gil_scoped_release release;
+    unpack_messages(from, of.world, own, gap, split, kept_split);
+}
+
 void bind_round_robin(nb::module_& module) {
     module.def("split_by_owner", &run_split, nb::arg("ids"), nb::arg("starts").none(),
                nb::arg("world"), nb::arg("rows"), nb::arg("order").none(), nb::arg("bags").none(),
-               nb::arg("lengths").none(),
-               "Sort bags of ids by the owners of their rows; how many ids and bags each gets.");
+               nb::arg("lengths").none(), nb::arg("counts"),
+               "Sort bags of ids by the owners of their rows; counts: ids and bags of each.");
+    module.def("pack_messages", &run_pack, nb::arg("sections"), nb::arg("sizes"), nb::arg("own"),
+               nb::arg("gap"), nb::arg("buffer"),
+               "Write the sections of each process one after another, and a gap; none of its own.");
+    module.def("unpack_messages", &run_unpack, nb::arg("buffer"), nb::arg("sizes"), nb::arg("own"),
+               nb::arg("gap"), nb::arg("sections"), nb::arg("own_sections"), nb::arg("own_sizes"),
+               "The reverse; a process's own sections are copied from what it would have sent.");
     module.def("unique", &run_unique, nb::arg("ids"), nb::arg("rows"), nb::arg("unique"),
                nb::arg("which"), "Write out the unique ids; how many, or -1 where one is no row.");
 }

@@ -136,6 +136,17 @@ bool is_address(nb::handle number, const void* data) {
     return found == data;
 }
 
+// Whether kernels work on the rows of a tensor themselves, instead of converted copies.
+bool is_direct(const TensorView& view, bool in_double) {
+    return view.element_stride == 1 && view.dtype == (in_double ? Dtype::float64 : Dtype::float32);
+}
+
+// See rules/constraint.py.
+RowConstraint read_constraint(const std::optional<nb::tuple>& from) {
+    if (!from) return {};
+    return {nb::cast<double>((*from)[0]), nb::cast<double>((*from)[1])};
+}
+
 // What a param group says about its updates: made once, when Python's side has read the group.
 struct NativeGroup {
     int rule = -1;             // one of the core's own, or else:
@@ -149,10 +160,12 @@ struct NativeGroup {
     std::vector<double> options;  // of the rule, or the numbers of the program
     bool stochastic_rounding;     // whether half precision is rounded at random
     bool takes_dense;             // whether dense gradients without a mask are the core's
-    std::vector<bool> signs;      // for each state that is codes, whether it has a sign; else none
+    RowConstraint constraint;
+    std::vector<bool> signs;  // for each state that is codes, whether it has a sign; else none
 
     NativeGroup(int rule, nb::tuple names, bool counts, double sign, double l2, double decay_factor,
-                nb::tuple options, bool stochastic_rounding, nb::tuple signs, bool takes_dense)
+                nb::tuple options, bool stochastic_rounding, nb::tuple signs, bool takes_dense,
+                std::optional<nb::tuple> constraint)
         : rule(rule),
           names(names),
           counts(counts),
@@ -160,7 +173,8 @@ struct NativeGroup {
           l2(l2),
           decay_factor(decay_factor),
           stochastic_rounding(stochastic_rounding),
-          takes_dense(takes_dense) {
+          takes_dense(takes_dense),
+          constraint(read_constraint(constraint)) {
         const Kernels kernels = instruction_sets()[0].in_float;
         if (rule < 0 || rule >= kernels.rule_count) throw nb::value_error("no such rule");
         const RuleKernel& of = kernels.rules[rule];
@@ -174,7 +188,8 @@ struct NativeGroup {
     }
 
     NativeGroup(nb::object owner, nb::tuple names, int64_t step, double sign, double l2,
-                double decay_factor, nb::tuple numbers, bool stochastic_rounding)
+                double decay_factor, nb::tuple numbers, bool stochastic_rounding,
+                std::optional<nb::tuple> constraint)
         : program_owner(owner),
           program(&nb::cast<const OwnedProgram&>(owner).get()),
           step(step),
@@ -184,7 +199,8 @@ struct NativeGroup {
           l2(l2),
           decay_factor(decay_factor),
           stochastic_rounding(stochastic_rounding),
-          takes_dense(true) {  // torch has no kernel for a custom rule
+          takes_dense(true),  // torch has no kernel for a custom rule
+          constraint(read_constraint(constraint)) {
         if (nb::len(names) != size_t(program->states + program->slot_states) ||
             nb::len(numbers) != size_t(program->numbers)) {
             throw nb::value_error("a program was given the wrong number of states or numbers");
@@ -198,10 +214,15 @@ struct NativeGroup {
                 in_double ? set.program_double : set.program_float};
     }
 
+    // Whether slots have to be rows: the rule keeps state for them, or they are constrained.
+    bool needs_row_slots() const {
+        return constraint.norm > 0 || kernel(instruction_sets()[0], false).slot_states > 0;
+    }
+
     // A formula that reads whole rows, but has no state for them, is left to Python.
     DenseSlots dense_slots() const {
         if (!takes_dense) return DenseSlots::none;
-        if (kernel(instruction_sets()[0], false).slot_states > 0) return DenseSlots::rows;
+        if (needs_row_slots()) return DenseSlots::rows;
         return program && program->phase_count > 1 ? DenseSlots::none : DenseSlots::one;
     }
 
@@ -210,6 +231,7 @@ struct NativeGroup {
         job.maximize = maximize;
         job.coupled_decay = l2;
         job.decay_factor = decay_factor;
+        job.constraint = constraint;
         job.step = double(step);
         job.program = program;
         job.numbers = options.data();
@@ -312,7 +334,7 @@ bool read_codes(nb::handle codes, nb::handle scale, const Job& job, Int8View& to
     to.stride = where->down;
     to.scale = static_cast<float*>(of_scale->data);
     to.scale_stride = of_scale->down;
-    return job.slot_size <= max_int8_slot_size;
+    return job.slot_size <= max_kept_slot_size;
 }
 
 // Reads an IndexedGrad (see grads/indexed.py) but for its element mask.
@@ -365,11 +387,11 @@ public:
     explicit NativeStep(int instruction_set) : set_(instruction_set_of(instruction_set)) {}
 
     // False, and nothing added, where the core has no way to run it. `grad` is what
-    // grads/indexed.py says it is. `owner` and `index`, the parameter's number in its group, are
-    // returned with a bad entry.
+    // grads/indexed.py says it is, `packed` a mask as read_packed reads it, or None. `owner` and
+    // `index`, the parameter's number in its group, are returned with a bad entry.
     bool add(const NativeGroup& group, int64_t step, nb::tuple grad, nb::object param,
              nb::list states, std::optional<uint64_t> seed, std::optional<nb::tuple> row_stride,
-             nb::object owner, int64_t index) {
+             nb::object packed, nb::object owner, int64_t index) {
         const RuleKernel rule = group.kernel(set_, false);
         if (nb::len(states) != nb::len(group.names) || nb::len(grad) != 7) {
             throw nb::value_error("a rule was given the wrong number of states");
@@ -385,13 +407,24 @@ public:
         job.seed = seed.value_or(0);
         if (row_stride) read_row_stride(*row_stride, job.row_stride);
         if (!read_view(param, job.num_slots, job.slot_size, job.param)) return false;
+        int64_t state_slots = job.num_slots;
+        if (!packed.is_none()) {
+            if (rule.slot_states > 0 || !group.signs.empty()) throw nb::value_error("no such mask");
+            read_packed(packed, job.all_slots ? job.slot_size : job.num_slots, job.packed);
+            if (job.all_slots) {
+                if (job.num_slots != 1 || !can_run_packed(group, job)) return false;
+                job.slot_size = job.packed.kept;
+            } else {
+                state_slots = job.packed.kept;
+            }
+        }
         job.has_int8_state = !group.signs.empty();
         for (int s = 0; s < rule.states; ++s) {
             if (job.has_int8_state) {
                 nb::handle scale = states[size_t(rule.states + rule.slot_states + s)];
                 if (!read_codes(states[size_t(s)], scale, job, job.int8_state[s])) return false;
                 job.int8_state[s].is_signed = group.signs[size_t(s)];
-            } else if (!read_view(states[size_t(s)], job.num_slots, job.slot_size, job.state[s])) {
+            } else if (!read_view(states[size_t(s)], state_slots, job.slot_size, job.state[s])) {
                 return false;
             }
         }
@@ -399,12 +432,13 @@ public:
             nb::handle state = states[size_t(rule.states + s)];
             if (!read_view(state, job.num_slots, 1, job.slot_state[s])) return false;
         }
-        finish(job, group, {std::move(owner), index});
+        if (!finish(job, group, {std::move(owner), index})) return false;
         keep_alive(group);
         alive_.push_back(std::move(grad));
         written_.append(param);
         alive_.push_back(std::move(param));
         alive_.push_back(std::move(states));
+        alive_.push_back(std::move(packed));
         return true;
     }
 
@@ -482,7 +516,7 @@ public:
         nb::object indices;
         if (!read_standard_grad(own, grad, nb::none(), group.dense_slots(), job, indices, alive_,
                                 joined_) ||
-            !has_row_slots(rule, own, job)) {
+            !has_row_slots(group, own, job)) {
             return false;
         }
         const auto view = own.view(job.slot_size);
@@ -499,8 +533,7 @@ public:
             written_.append(tensor);
         }
         group.write_to(job, step);
-        finish(job, group, {});
-        return true;
+        return finish(job, group, {});
     }
 
     // Does all that may fail; returns the first bad entry, if there is one.
@@ -583,9 +616,11 @@ private:
         }
         Job job{};
         if (!read_standard_grad(own, grad, selection, group.dense_slots(), job, indices, alive_,
-                                joined_)) {
+                                joined_) ||
+            !has_row_slots(group, own, job)) {
             return false;
         }
+        if (job.packed.words && !can_run_packed(group, job)) return false;
         const auto view = own.view(job.slot_size);
         if (!view) return false;
         job.param = *view;
@@ -593,7 +628,7 @@ private:
         if (!read_state(group, param, own, state, memory, job, count)) return false;
         if (count.value < 0 || (group.step && group.step != count.value + 1)) return false;
         group.write_to(job, count.value + 1);
-        finish(job, group, std::move(owner));
+        if (!finish(job, group, std::move(owner))) return false;
         keep_alive(group);
         if (group.counts) counts_.push_back(std::move(count));
         written_.append(param);
@@ -610,7 +645,6 @@ private:
         PyObject* record = find(state, param);
         if (!record || !PyDict_Check(record) || nb::len(memory) != size_t(2 + states)) return false;
         if (group.counts && !count.read(record)) return false;
-        if (!has_row_slots(rule, own, job)) return false;
         for (int s = 0; s < states; ++s) {
             PyObject* tensor = find(record, group.names[size_t(s)]);
             PlainTensor read;
@@ -622,9 +656,14 @@ private:
         return true;
     }
 
-    // Whether slots are rows where the rule keeps state for them.
-    static bool has_row_slots(const RuleKernel& rule, const PlainTensor& own, const Job& job) {
-        return rule.slot_states == 0 || (own.dl.dims > 0 && job.num_slots == own.dl.shape[0]);
+    // Whether slots are rows where they have to be.
+    static bool has_row_slots(const NativeGroup& group, const PlainTensor& own, const Job& job) {
+        return !group.needs_row_slots() || (own.dl.dims > 0 && job.num_slots == own.dl.shape[0]);
+    }
+
+    // Whether the kept elements of a dense gradient may be a slot.
+    static bool can_run_packed(const NativeGroup& group, const Job& job) {
+        return job.values.element_stride == 1 && !(group.program && group.program->phase_count > 1);
     }
 
     // Reads the s-th state tensor of a parameter.
@@ -633,13 +672,17 @@ private:
         const bool per_row = s >= rule.states;
         if (!read.read_rows(tensor)) return false;
         const auto view = read.view(per_row ? 1 : job.slot_size);
-        if (!view || !read.has_shape_of(own, per_row ? 1 : own.dl.dims)) return false;
+        const bool fits = job.packed.words
+                              ? read.dl.dims == 1 && read.dl.shape[0] == job.packed.kept
+                              : read.has_shape_of(own, per_row ? 1 : own.dl.dims);
+        if (!view || !fits) return false;
         (per_row ? job.slot_state[s - rule.states] : job.state[s]) = *view;
         alive_.push_back(nb::borrow(tensor));
         return true;
     }
 
-    void finish(Job& job, const NativeGroup& group, Owner owner) {
+    // False if the row is too long to be kept until its norm is known.
+    bool finish(Job& job, const NativeGroup& group, Owner owner) {
         const RuleKernel rule = group.kernel(set_, false);
         bool in_double = job.values.dtype == Dtype::float64 || job.param.dtype == Dtype::float64;
         for (int s = 0; s < rule.states; ++s) {
@@ -648,11 +691,21 @@ private:
         for (int s = 0; s < rule.slot_states; ++s) {
             in_double |= job.slot_state[s].dtype == Dtype::float64;
         }
+        if (group.constraint.norm > 0 && job.slot_size > max_kept_slot_size) {
+            if (!is_direct(job.values, in_double) || !is_direct(job.param, in_double) ||
+                job.has_int8_state) {
+                return false;
+            }
+            for (int s = 0; s < rule.states; ++s) {
+                if (!is_direct(job.state[s], in_double)) return false;
+            }
+        }
         job.apply = in_double ? group.kernel(set_, true).apply : rule.apply;
-        job.needs_whole_slots = rule.slot_states > 0 || job.has_int8_state ||
+        job.needs_whole_slots = group.needs_row_slots() || job.has_int8_state ||
                                 (job.program && job.program->phase_count > 1);
         jobs_.push_back(job);
         owners_.push_back(std::move(owner));
+        return true;
     }
 
     void keep_alive(const NativeGroup& group) {

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, overload
 
-import torch
 from torch import Tensor
 
 from sparsestep.grads.indexed import IndexedGrad
+from sparsestep.grads.masks import PackedMask, SelectedSlots
 
 class _Program:
     def __init__(
@@ -32,6 +32,7 @@ class _NativeGroup:
         stochastic_rounding: bool = False,
         signs: tuple[bool, ...] = (),
         takes_dense: bool = True,
+        constraint: tuple[float, float] | None = None,
     ) -> None: ...
     @overload
     def __init__(
@@ -44,6 +45,7 @@ class _NativeGroup:
         decay_factor: float,
         numbers: tuple[float, ...],
         stochastic_rounding: bool,
+        constraint: tuple[float, float] | None = None,
     ) -> None: ...
 
 class _NativeStep:
@@ -57,6 +59,7 @@ class _NativeStep:
         states: list[Tensor],
         seed: int | None,
         row_stride: tuple[int, int, int] | None,
+        packed: PackedMask | None,
         owner: object,
         index: int,
     ) -> bool: ...
@@ -68,7 +71,7 @@ class _NativeStep:
         state: dict[Tensor, Any],
         addresses: dict[int, tuple[Any, ...]],
         seen: set[int],
-        selections: list[tuple[Tensor, int, torch.Size] | None] | None,
+        selections: list[SelectedSlots | PackedMask | None] | None,
         grads: Sequence[Tensor | IndexedGrad | None] | None,
         first: int,
         claimed: list[tuple[int, Tensor | tuple[IndexedGrad, ...] | None]] | None,
@@ -109,6 +112,8 @@ class CatchUp:
     centers: Tensor
     sums: Tensor
     options: tuple[float, ...]
+    constraint: tuple[float, float] | None
+    single_steps: int
     def __init__(self) -> None: ...
     def run(self, threads: int, instruction_set: int) -> tuple[int, int] | None: ...
 
@@ -164,6 +169,7 @@ class Core(Protocol):
         grads: Sequence[Tensor | IndexedGrad | None] | None = None,
         first: int = 0,
     ) -> bool: ...
+    def pack_mask(self, mask: Tensor, words: Tensor, ranks: Tensor) -> int: ...
     def apply_standard(
         self,
         instruction_set: int,
@@ -214,8 +220,32 @@ class Core(Protocol):
         order: Tensor | None,
         bags: Tensor | None,
         lengths: Tensor | None,
-    ) -> tuple[list[int], list[int]]: ...
+        counts: Tensor,
+    ) -> None: ...
+    def pack_messages(
+        self, sections: list[Tensor | None], sizes: Tensor, own: int, gap: int, buffer: Tensor
+    ) -> None: ...
+    def unpack_messages(
+        self,
+        buffer: Tensor,
+        sizes: Tensor,
+        own: int,
+        gap: int,
+        sections: list[Tensor | None],
+        own_sections: list[Tensor | None],
+        own_sizes: Tensor,
+    ) -> None: ...
     def unique(self, ids: Tensor, rows: int, unique: Tensor, which: Tensor) -> int: ...
+    def hash_strings(self, strings: tuple[object, ...], ids: Tensor, threads: int) -> int: ...
+    def hash_arrow(
+        self,
+        offsets: object,
+        is_large: bool,
+        data: object,
+        first: int,
+        ids: Tensor,
+        threads: int,
+    ) -> int: ...
     def lazy_zeros(self, bytes: int) -> Tensor: ...
     def reserve_rows(
         self,

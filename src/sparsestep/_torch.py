@@ -1,8 +1,7 @@
 """Every private name of torch that this library uses, with its purpose and its fallback.
 
-The next release of torch may rename any of them. Then this file is what has to change, and its test
-(``tests/test_torch_internals.py``) says which name it is. A name without a fallback is one that
-nothing works without; if torch lacks it, importing sparsestep raises an error.
+The next release of torch may rename any of them: ``tests/test_torch_internals.py`` says which one.
+Without a fallback, importing sparsestep raises an error if torch lacks the name.
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from torch.torch_version import TorchVersion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# What was looked for in vain and replaced by a fallback.
-missing: list[str] = []
+missing: list[str] = []  # names that were replaced by a fallback
 _MISSING = object()
 
 
 def _private(path: str, use: str, fallback: Any = _MISSING) -> Any:
-    """A private name of torch, what it is for, and what does as well, or nearly so."""
+    """Return a private name of torch, or a fallback; ``use`` is for the error without one."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -47,8 +45,8 @@ def _private(path: str, use: str, fallback: Any = _MISSING) -> Any:
 
 profiler_enabled: Callable[[], bool] = _private(
     "torch._C._autograd._profiler_enabled",
-    "mark steps for a profiler, only where there is one",
-    lambda: True,  # they are marked always, which costs as much as a small step
+    "mark steps for a profiler, if there is one",
+    lambda: True,  # mark all steps, which costs as much as a small step
 )
 global_hooks: tuple[Mapping[int, Any], ...] = tuple(
     _private(
@@ -110,6 +108,10 @@ graph_task_id: Callable[[], int] = _private(
     "see whether a backward is under way",
     lambda: -1,
 )
+# Calls a function at the end of the backward that is under way.
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 # Compilers and transforms
 
@@ -149,11 +151,10 @@ def assume_constant_result(function: Function) -> Function:
 
 @assume_constant_result
 def is_exporting() -> bool:
-    """Whether torch.export looks into a call.
+    """Whether torch.export traces a call.
 
-    Before torch 2.12, torch.compile takes ``torch.compiler.is_exporting()`` to be true wherever it
-    comes across it: lookups would be compiled, with dense gradients. So there it is made to call
-    this function when it traces, and its own tracer tells.
+    Before torch 2.12, ``torch.compiler.is_exporting()`` is true whenever torch.compile traces it:
+    lookups would be compiled, with dense gradients. So the tracer calls this function instead.
     """
     if torch.compiler.is_exporting():
         return True
@@ -166,6 +167,9 @@ def is_exporting() -> bool:
 
 if TorchVersion(torch.__version__) >= "2.12":
     is_exporting = torch.compiler.is_exporting
+
+# Whether lookups can be in graphs: functions of modules may be ``assume_constant_result``.
+compiles_lookups = TorchVersion(torch.__version__) >= "2.13"
 
 # Kernels
 
@@ -185,39 +189,28 @@ embedding_bag: Callable[..., tuple[Tensor, ...]] = _private(
 )
 
 
-def embedding_bag_weights_backward(*args: Any) -> Tensor:
-    """The gradient of an EmbeddingBag's weights per sample."""
-    found: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(*args)
-    return found
-
+# The gradient of an EmbeddingBag's weights per sample.
+embedding_bag_weights_backward: Callable[..., Tensor] = (
+    torch.ops.aten._embedding_bag_per_sample_weights_backward
+)
 
 # Attributes
 
+# The indices and values of a COO tensor as they are, coalesced or not.
+coo_indices: Callable[[Tensor], Tensor] = Tensor._indices
+coo_values: Callable[[Tensor], Tensor] = Tensor._values
+
 
 def uses_of_memory(tensor: Tensor) -> int | None:
-    """How many tensors look at the memory of this one; ``None`` if this torch does not tell."""
+    """How many tensors share the memory of this one; ``None`` if unknown."""
     count = _storage_use_count
     return None if count is None else count(tensor.untyped_storage()._cdata)
 
 
 def uses(tensor: Tensor) -> int | None:
-    """How many hold on to the tensor itself; ``None`` if this torch does not tell."""
+    """How many references the tensor itself has; ``None`` if unknown."""
     count = getattr(tensor, "_use_count", None)
     return None if count is None else count()
-
-
-def coo_indices(tensor: Tensor) -> Tensor:
-    """The indices of a COO tensor as they are, coalesced or not."""
-    return tensor._indices()
-
-
-# What a GradScaler asks a sparse gradient for.
-VALUES_OF_COO: Any = Tensor._values
-
-
-def coo_values(tensor: Tensor) -> Tensor:
-    """The values of a COO tensor as they are, coalesced or not."""
-    return tensor._values()
 
 
 # Whether a tensor is one of autograd's zeros, which take no memory.
@@ -243,12 +236,12 @@ def version_of(tensor: Tensor) -> int:
 
 
 def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-    """What a module holds itself, unlike its submodules."""
+    """The parameters of a module without those of its submodules."""
     return module._parameters
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether something is called before a module is."""
+    """Whether a module has forward pre-hooks."""
     return bool(module._forward_pre_hooks)
 
 
@@ -269,9 +262,8 @@ _num_averaging_hooks = 0
 def hook_averaged_models(before: Callable[[nn.Module], None]) -> None:
     """Call a function with a model before ``AveragedModel.update_parameters`` reads it.
 
-    Torch has no hook there: an averaged model reads ``model.parameters()``, as every training loop
-    does. So the method is replaced for all averaged models, until each call has been undone by
-    ``unhook_averaged_models``. There is one such function at a time.
+    Torch has no hook there, so the method is replaced for all averaged models, until each call has
+    been undone by ``unhook_averaged_models``. There is one such function at a time.
     """
     global _num_averaging_hooks
 
@@ -293,10 +285,7 @@ def unhook_averaged_models() -> None:
 
 
 def group_timeout(group: Any) -> timedelta | None:
-    """The timeout of a process group's collectives, to give it to other groups.
-
-    ``None`` if this torch does not tell: then a group that gets it has torch's default.
-    """
+    """The timeout of a process group's collectives; ``None``, torch's default, if unknown."""
     devices = getattr(group, "_device_types", ())
     for device in sorted(devices, key=lambda each: each.type != "cpu"):  # prefer the CPU's
         with suppress(AttributeError, RuntimeError):
@@ -314,18 +303,14 @@ def ignored_by_ddp(model: nn.Module, names: Iterable[str]) -> None:
 def is_called_by_checkpoint() -> bool:
     """Whether ``torch.distributed.checkpoint`` called the function that calls this one.
 
-    Its ``_init_optim_state`` tests ``optimizer.state`` and has no hook to prepare it, so the caller
-    is all there is to tell it by.
+    Its ``_init_optim_state`` tests ``optimizer.state`` and has no hook to prepare it.
     """
     caller: str = sys._getframe(2).f_globals.get("__name__", "")
     return caller.startswith("torch.distributed.checkpoint.")
 
 
 def register_overlapped(theirs: type, ours: type) -> None:
-    """Have DDP use a class of ours for optimizers, where it can overlap them with backward.
-
-    Private, as is the method of DDP that it is for; a torch without the one has no other.
-    """
+    """Have DDP use a class of ours for optimizers, where it can overlap them with backward."""
     with suppress(ImportError):
         from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
 
@@ -339,19 +324,19 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Operations on a kind of device as they are, whatever surrounds them."""
+    """Disable autocast on a kind of device."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """A name for what is done, in the trace of a profiler where there is one."""
+    """A named range in the trace of a profiler, if there is one."""
     return torch.profiler.record_function(name) if profiler_enabled() else nullcontext()
 
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:
-    """``torch.cat`` that keeps dtypes: under autocast torch's has no rule for float16 on CPUs.
+    """``torch.cat`` without autocast, which has no rule for float16 on CPUs.
 
     Example:
         >>> halves = [torch.ones(1, dtype=torch.float16), torch.zeros(1, dtype=torch.float16)]
@@ -365,4 +350,5 @@ def cat(tensors: Sequence[Tensor]) -> Tensor:
 
 def stack(tensors: Sequence[Tensor]) -> Tensor:
     """The same for ``torch.stack``, along a new first dim."""
-    return cat([tensor.unsqueeze(0) for tensor in tensors])
+    with without_autocast(tensors[0].device.type):
+        return torch.stack(tuple(tensors))

@@ -13,7 +13,6 @@ import sparsestep
 from tests.deferred.models import through_a_file
 from tests.deferred.runs import (
     KINDS,
-    a_few,
     assert_close,
     assert_same_bits,
     dense_run,
@@ -21,17 +20,15 @@ from tests.deferred.runs import (
     on_both_engines,
     standard,
 )
-from tests.table import Variant, running_on, same_bits
+from tests.table import running_on, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = KINDS[0]
 
 
 OF_TORCH = [
-    ("AdamW", {"weight_decay": 0.1}),
     ("AdamW", {"amsgrad": True}),
     ("SGD", {"momentum": 0.9, "nesterov": True}),
-    ("RMSprop", {"momentum": 0.9}),
     ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
 ]
 
@@ -63,19 +60,18 @@ def test_training_continues_in_the_other_class(
     assert_close(kept(again, second), dense_run(theirs, run, **options))
 
 
-@a_few
 @on_both_engines
 @pytest.mark.parametrize("how", ["a file", "deepcopy", "pickle"])
-def test_a_run_is_resumed_with_the_same_bits(variant: Variant, engine: str, how: str):
+def test_a_run_is_resumed_with_the_same_bits(engine: str, how: str):
     run = standard(20)
     param = run.param(torch.float32)
     with running_on(engine) as name:
-        opt = variant([param], lr=0.1, semantics="dense", engine=name)
+        opt = ADAMW([param], lr=0.1, semantics="dense", engine=name)
         run.train(opt, param, range(10))
         if how == "a file":
             saved = through_a_file({"opt": opt.state_dict(), "param": param.detach()})
             other = torch.nn.Parameter(saved["param"])
-            again = variant([other], lr=0.5, semantics="dense", engine=name)
+            again = ADAMW([other], lr=0.5, semantics="dense", engine=name)
             again.load_state_dict(saved["opt"])
         else:
             again = copy.deepcopy(opt) if how == "deepcopy" else pickle.loads(pickle.dumps(opt))

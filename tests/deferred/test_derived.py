@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from tests.deferred.runs import (
     on_both_engines,
     standard,
 )
+from tests.generate.cases import each_case
 from tests.rules.random_formulas import Formula, computed, formulas
 from tests.table import Variant, snapshot, unchanged
 
@@ -123,12 +123,12 @@ def assert_dense_run_if_finite(cls: Any, run: Run) -> None:
 bounded = formulas.filter(lambda formula: all(name != "exp" for name, _, _ in formula))
 
 
-@given(parts=PARTS, formula=bounded, seed=st.integers(0, 99))
+@each_case(examples=12, parts=PARTS, formula=bounded, seed=st.integers(0, 99))
 def test_whatever_is_derived_is_the_dense_run(parts: dict[str, Any], formula: Formula, seed: int):
     assert_dense_run_if_finite(built(parts, formula), Run(8, (6, 3), seed=seed, most=2))
 
 
-@given(formula=formulas, seed=st.integers(0, 99))
+@each_case(examples=12, formula=formulas, seed=st.integers(0, 99))
 def test_random_formulas_are_derived_right_or_refused(formula: Formula, seed: int):
     def update(param, grad, first, row, *, lr=0.1):
         found = computed(formula, [param, grad, first, row])

@@ -22,6 +22,7 @@ from tests.deferred.runs import (
 )
 from tests.table import (
     INSTRUCTION_SETS,
+    PARAMETERS,
     WITH_COUPLED_DECAY,
     WITH_DENSE,
     Variant,
@@ -30,36 +31,29 @@ from tests.table import (
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+WITH_PER_ROW = [cls for cls, options in PARAMETERS.items() if "bias_correction" in options]
 
 
-COUPLED = "no closed form for coupled weight decay.*Use decoupled_weight_decay=True, or AdamW"
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    *((cls, {"weight_decay": 0.1}, COUPLED) for cls in WITH_COUPLED_DECAY if cls in WITH_DENSE),
-    *((cls, {}, "without a gradient") for cls in OPTIMIZERS if cls not in WITH_DENSE),
-    (sparsestep.SGD, {"weight_decay": 0.1, "momentum": 0.9}, COUPLED),
-    (sparsestep.SparseAdam, {"bias_correction": "per_row"}, "bias_correction must be global"),
-    (sparsestep.Adam, {"bias_correction": "per_row"}, "bias_correction must be global"),
-    (sparsestep.AdamW, {"bias_correction": "per_row", "amsgrad": True}, "must be global"),
-    (sparsestep.RowwiseAdam, {"bias_correction": "per_row"}, "bias_correction must be global"),
-    (sparsestep.AdamW, {"stochastic_rounding": True}, "does not support stochastic_rounding"),
-    (sparsestep.SGD, {"differentiable": True}, "does not support differentiable"),
-    (sparsestep.AdamW, {"lr": 0.5, "weight_decay": 2.0}, "must be less than 1. Got 1.0"),
-    (sparsestep.Lion, {"lr": 1.0, "weight_decay": 1.5}, "must be less than 1. Got 1.5"),
-    (sparsestep.SGD, {"lr": 10.0, **DECAY}, "must be less than 1. Got 1.0"),
-    (sparsestep.AdamW, {"mask": torch.ones(3, 2) > 0}, r"mask 0 must have shape \(3,\)"),
+REFUSED: list[tuple[Any, dict[str, Any]]] = [
+    *((cls, {"weight_decay": 0.1}) for cls in WITH_COUPLED_DECAY if cls in WITH_DENSE),
+    *((cls, {}) for cls in OPTIMIZERS if cls not in WITH_DENSE),
+    *((cls, {"bias_correction": "per_row"}) for cls in WITH_PER_ROW if cls in WITH_DENSE),
+    (sparsestep.AdamW, {"lr": 0.5, "weight_decay": 2.0}),
+    (sparsestep.Lion, {"lr": 1.0, "weight_decay": 1.5}),
+    (sparsestep.SGD, {"lr": 10.0, **DECAY}),
+    (sparsestep.AdamW, {"mask": torch.ones(3, 2) > 0}),
 ]
 
 
-@pytest.mark.parametrize(("cls", "options", "message"), REFUSED, ids=str)
-def test_what_is_refused_at_construction(cls: Any, options: dict[str, Any], message: str):
+@pytest.mark.parametrize(("cls", "options"), REFUSED, ids=str)
+def test_what_is_refused_at_construction(cls: Any, options: dict[str, Any]):
+    """A group that is added later is refused as well, and not added."""
     param = torch.nn.Parameter(torch.zeros(3, 2))
-    with pytest.raises(InputError, match=message) as raised:
+    with pytest.raises(InputError, match=f"^{cls.__name__}: "):
         cls([param], **options, semantics="dense")
-    assert str(raised.value).startswith(f"{cls.__name__}: ")
-    # A group that is added later is refused as well, and not added.
-    opt = sparsestep.AdamW([torch.nn.Parameter(torch.zeros(1))], semantics="dense")
-    if cls is sparsestep.AdamW:
-        with pytest.raises(InputError, match=message):
+    if cls in WITH_DENSE:
+        opt = cls([torch.nn.Parameter(torch.zeros(1))], semantics="dense", lr=0.1)
+        with pytest.raises(InputError, match=f"^{cls.__name__}: "):
             opt.add_param_group({"params": [param], **options})
         assert len(opt.param_groups) == 1
 

@@ -132,14 +132,14 @@ def test_rows_that_missed_some_steps(variant: Variant, engine: str):
         assert rows.last_step.tolist() == [now] * 8 + [~now]
 
 
-LONG = [KINDS[1], KINDS[2], AMSGRAD, ROWWISE, NESTEROV, LION, KINDS[15]]
+LONG = [KINDS[1], KINDS[2], AMSGRAD, NESTEROV, LION, KINDS[15]]
 
 
 @pytest.mark.parametrize("variant", LONG, ids=str)
-def test_rows_that_missed_ten_thousand_steps(variant: Variant):
+def test_rows_that_missed_thousands_of_steps(variant: Variant):
     """In one go and in two, in two precisions, on both engines."""
     palette = rates(50)
-    lrs = [palette[n * n % 47] for n in range(10_000)]
+    lrs = [palette[n * n % 47] for n in range(3_000)]
     rows, param, state = pending(variant, (4, 3))
     exact = one_by_one(rows, variant, lrs, param, state)
     engines = INSTRUCTION_SETS[-1:]
@@ -151,7 +151,7 @@ def test_rows_that_missed_ten_thousand_steps(variant: Variant):
         for engine in engines
         for halfway in (False, True)
     ]
-    for is_second, half in enumerate((lrs[:5001], lrs[5001:])):
+    for is_second, half in enumerate((lrs[:1501], lrs[1501:])):
         miss(rows, variant, half)
         for (own, *others), last_step, engine, halfway in runs:
             if is_second or halfway:
@@ -230,9 +230,9 @@ def test_how_many_rows_were_stale(variant: Variant, stale: int, engine: str):
             assert rows.catch_up(param, state, ids, engine=name) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @on_both_engines
-def test_ftrl_moves_idle_rows_only_if_the_learning_rate_changes(engine: str, dtype: torch.dtype):
+def test_ftrl_moves_idle_rows_only_if_the_learning_rate_changes(engine: str):
+    dtype = torch.bfloat16
     param = torch.nn.Parameter(torch.zeros(50, 3, dtype=dtype))
     with running_on(engine) as name:
         opt = sparsestep.Ftrl([param], lr=0.1, l1=0.1, l2=0.1, semantics="dense", engine=name)
@@ -251,27 +251,24 @@ def test_ftrl_moves_idle_rows_only_if_the_learning_rate_changes(engine: str, dty
         assert rows.catch_up(*real, torch.arange(9), engine=name) == 4
 
 
-STRIDES = {
-    "columns first": lambda t: t.t().contiguous().t(),
-    "every other row": lambda t: t.repeat_interleave(2, dim=0)[::2],
-    "every other column": lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
-    "three dims": lambda t: t.view(9, 2, 3).transpose(1, 2).contiguous().transpose(1, 2),
-}
-
-
-@pytest.mark.parametrize("strides", STRIDES)
 @on_both_engines
-def test_tensors_of_any_strides(engine: str, strides: str):
+def test_tensors_of_any_strides(engine: str):
     variant, lrs = KINDS[1], rates(10)
-    rows, param, state = pending(variant, (9, 6))
-    exact = one_by_one(rows, variant, lrs, param, state)
-    param, *state = map(STRIDES[strides], (param, *state))
-    assert not param.is_contiguous()
-    miss(rows, variant, lrs)
-    with running_on(engine) as name:
-        rows.catch_up(param, state, torch.tensor([8, 3]), engine=name)
-        rows.catch_up(param, state, None, engine=name)
-    assert_near([param, *state], exact)
+    for strided in (
+        lambda t: t.t().contiguous().t(),
+        lambda t: t.repeat_interleave(2, dim=0)[::2],
+        lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
+        lambda t: t.view(9, 2, 3).transpose(1, 2).contiguous().transpose(1, 2),
+    ):
+        rows, param, state = pending(variant, (9, 6))
+        exact = one_by_one(rows, variant, lrs, param, state)
+        param, *state = map(strided, (param, *state))
+        assert not param.is_contiguous()
+        miss(rows, variant, lrs)
+        with running_on(engine) as name:
+            rows.catch_up(param, state, torch.tensor([8, 3]), engine=name)
+            rows.catch_up(param, state, None, engine=name)
+        assert_near([param, *state], exact)
 
 
 def test_a_step_without_memory_for_a_longer_history_changes_nothing(

@@ -19,6 +19,7 @@ from sparsestep.deferred.history import StepHistory
 from sparsestep.deferred.rows import DeferredRows
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.deferred.runs import (
+    A_FEW,
     DECAY,
     KINDS,
     VARIANTS,
@@ -30,7 +31,6 @@ from tests.deferred.runs import (
     bookkeeping,
     coo,
     dense_run,
-    each_kind,
     kept,
     on_both_engines,
     standard,
@@ -136,10 +136,9 @@ def test_options_that_change_between_steps(
     assert_dense_run(Variant(cls, options), run, engine, train=train)
 
 
-@a_few
 @on_both_engines
 @pytest.mark.parametrize("how", ["constant", "in place", "another", "none in between"])
-def test_a_mask(variant: Variant, engine: str, how: str):
+def test_a_mask(engine: str, how: str):
     """A row misses only the steps in which it might have moved; outside, it keeps its bits."""
     run = standard(30)
     generator = torch.Generator().manual_seed(3)
@@ -157,7 +156,7 @@ def test_a_mask(variant: Variant, engine: str, how: str):
             run.train(opt, param, range(10 * part, 10 * part + 10))
         opt.catch_up(param, torch.arange(24))
 
-    ours = assert_dense_run(variant, run, engine, train=train)
+    ours = assert_dense_run(ADAMW, run, engine, train=train)
     outside = ~masks[0] if how == "constant" else ~(masks[0] | masks[1] | masks[2])
     assert how == "none in between" or same_bits(ours["param"][outside], run.weight[outside])
 
@@ -171,15 +170,14 @@ CLEARED: dict[str, Callable[[RuleOptimizer, Tensor], None]] = {
 }
 
 
-@a_few
 @pytest.mark.parametrize("how", CLEARED)
 @on_both_engines
-def test_a_parameter_whose_state_is_cleared_starts_over(variant: Variant, how: str, engine: str):
+def test_a_parameter_whose_state_is_cleared_starts_over(how: str, engine: str):
     """It has missed nothing, and continues as with a new optimizer."""
     run = standard(20)
     param = run.param(torch.float32)
     with running_on(engine) as name:
-        opt = variant([param], lr=0.1, semantics="dense", engine=name)
+        opt = ADAMW([param], lr=0.1, semantics="dense", engine=name)
         run.train(opt, param, range(10))
         CLEARED[how](opt, param)
         weight = param.detach().clone()
@@ -188,7 +186,7 @@ def test_a_parameter_whose_state_is_cleared_starts_over(variant: Variant, how: s
         opt.state_dict()
         assert same_bits(param.detach(), weight)
         fresh = torch.nn.Parameter(weight.clone())
-        new = variant([fresh], lr=0.1, semantics="dense", engine=name)
+        new = ADAMW([fresh], lr=0.1, semantics="dense", engine=name)
         for one, its in ((opt, param), (new, fresh)):
             run.train(one, its, range(10, 20))
             one.catch_up()
@@ -223,23 +221,15 @@ def test_a_resized_parameter_starts_over():
         assert torch.allclose(param, torch.full((rows, 2), 0.99**2))
 
 
-NO_DECAY = [
-    Variant(sparsestep.Adam, {}),
-    Variant(sparsestep.RowwiseAdam, {}),
-    Variant(sparsestep.Lion, {}),
-    Variant(sparsestep.RMSprop, {"momentum": 0.9}),
-]
-
-
-@pytest.mark.parametrize("variant", NO_DECAY, ids=str)
+@pytest.mark.parametrize("optimizer", [sparsestep.Adam, sparsestep.Lion])
 @on_both_engines
-def test_state_created_in_advance_is_as_none(variant: Variant, engine: str):
+def test_state_created_in_advance_is_as_none(optimizer: Any, engine: str):
     """Rows without a gradient so far have missed nothing: no warning, which would be an error."""
     results = []
     for in_advance in (True, False):
         param = torch.nn.Parameter(torch.ones(6, 2))
         with running_on(engine) as name:
-            opt = variant([param], lr=0.1, semantics="dense", engine=name)
+            opt = optimizer([param], lr=0.1, semantics="dense", engine=name)
             if in_advance:
                 opt.materialize_state()
             for row in range(5):
@@ -256,7 +246,7 @@ def test_state_created_in_advance_is_as_none(variant: Variant, engine: str):
 # Long runs and large tables
 
 
-@each_kind
+@a_few
 @on_both_engines
 @pytest.mark.parametrize("mask", [None, torch.arange(24) % 3 != 1], ids=["", "masked"])
 @pytest.mark.parametrize("at_once", [False, True], ids=["a few with each step", "at once"])
@@ -298,8 +288,8 @@ def test_a_full_history_is_cleared(
 @on_both_engines
 def test_the_first_step_on_a_large_table_writes_only_its_rows(engine: str):
     """Of the state and of the bookkeeping, a page for each row and no more."""
-    rows = 3_000_001
-    ids = torch.tensor([5, 7, 2_000_000, rows - 1, 5])
+    rows = 300_001
+    ids = torch.tensor([5, 7, 200_000, rows - 1, 5])
     weight = torch.nn.Parameter(torch.zeros(rows, 1))
     few = torch.nn.Parameter(torch.zeros(5, 1))
     with running_on(engine) as name:
@@ -333,7 +323,7 @@ def test_decay_that_leaves_almost_nothing():
 # Devices
 
 ELSEWHERE = [
-    *KINDS,
+    *A_FEW,
     Variant(sparsestep.AdamW, {"eps": 1.0}),  # followed step by step
     Variant(sparsestep.AdamW, {"betas": (0.95, 0.9)}),  # the series does not converge
     Variant(sparsestep.SGD, {"momentum": 0.99999}),  # reaches back further than is kept
@@ -347,12 +337,12 @@ def trained(variant: Variant, device: torch.device, mask: Tensor | None) -> list
     more: dict[str, Any] = {} if mask is None else {"mask": mask.to(device)}
     options = {**variant.options, **more, "lr": 0.1, "semantics": "dense", "engine": "reference"}
     opt = getattr(sparsestep, f"Functional{variant.cls.__name__}")([param], **options)
-    for t in range(12):
+    for t in range(8):
         ids = torch.randint(0, 8, (4,), generator=generator)
         values = torch.randn(4, 3, generator=generator).double()
         opt.catch_up(param, ids if t % 2 else ids.to(device))  # ids on either device
         gradient: Any = sparsestep.IndexedGrad(ids.to(device), values.to(device))
-        if t == 6:
+        if t == 4:
             opt.catch_up()  # a dense gradient comes from reading all rows
             gradient = torch.zeros(9, 3).double().index_add_(0, ids, values).to(device)
         opt.step([gradient])
@@ -372,7 +362,7 @@ def test_a_parameter_on_another_device(variant: Variant):
             assert torch.allclose(ours.inner, wanted, rtol=1e-13, atol=1e-15)
 
 
-@each_kind
+@a_few
 @on_both_engines
 def test_another_default_device_changes_nothing(variant: Variant, engine: str):
     run = standard(5)

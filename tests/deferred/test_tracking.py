@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import warnings
 from typing import Any
 
@@ -28,10 +27,10 @@ from tests.deferred.models import (
     close,
     ids_of,
     made,
-    through_a_file,
     train,
 )
 from tests.deferred.runs import on_both_engines
+from tests.nn.cases import copies
 from tests.table import running_on, same_bits
 from tests.torch_versions import compiles_generators
 
@@ -157,29 +156,26 @@ def test_two_handles_and_two_optimizers_of_one_model():
     assert close(*results)
 
 
-BAD_IDS = [
-    (nn.Embedding, torch.tensor([-1, 2])),
-    (nn.Embedding, torch.tensor([1.5])),
-    (nn.Embedding, [1, 2]),
-    (nn.EmbeddingBag, torch.tensor([[1, 5]])),
-    (nn.EmbeddingBag, torch.tensor(1)),
-]
-
-
-@pytest.mark.parametrize(("cls", "ids"), BAD_IDS, ids=str)
-def test_bad_ids_give_the_error_of_the_module(cls: Any, ids: Any):
-    table = cls(5, 2, sparse=True)
-    with pytest.raises(Exception) as plain:  # noqa: PT011 - whichever it is
-        table(ids)
-    opt = sparsestep.AdamW(table.parameters(), semantics="dense")
-    opt.track(table)
-    table(torch.tensor([[1, 2]])).sum().backward()
-    opt.step()
-    with pytest.raises(type(plain.value)) as tracked:
-        table(ids)
-    assert str(tracked.value) == str(plain.value)
-    with pytest.raises(TypeError):
-        table()
+def test_bad_ids_give_the_error_of_the_module():
+    for cls, ids in (
+        (nn.Embedding, torch.tensor([-1, 2])),
+        (nn.Embedding, torch.tensor([1.5])),
+        (nn.Embedding, [1, 2]),
+        (nn.EmbeddingBag, torch.tensor([[1, 5]])),
+        (nn.EmbeddingBag, torch.tensor(1)),
+    ):
+        table = cls(5, 2, sparse=True)
+        with pytest.raises(Exception) as plain:  # noqa: PT011 - whichever it is
+            table(ids)
+        opt = sparsestep.AdamW(table.parameters(), semantics="dense")
+        opt.track(table)
+        table(torch.tensor([[1, 2]])).sum().backward()
+        opt.step()
+        with pytest.raises(type(plain.value)) as tracked:
+            table(ids)
+        assert str(tracked.value) == str(plain.value)
+        with pytest.raises(TypeError):
+            table()
 
 
 # Modules that hold or compute a table themselves, and compiled models
@@ -276,33 +272,25 @@ def test_what_is_loaded_into_a_model_stays(part: bool):
     assert close(*results)
 
 
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "torch.save": lambda m: through_a_file(m, weights_only=False),
-}
-
-
 @pytest.mark.parametrize("root", [True, False], ids=["a table", "a model"])
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_of_the_model_is_current_and_on_its_own(root: bool, how: str):
+def test_a_copy_of_the_model_is_current_and_on_its_own(root: bool):
     """It does not hold the optimizer, with all its state."""
     model, opt = made(OneTable, True)
     of = model.table if root else model
     opt.track(of)
     train(model, opt, range(10))
-    copied = COPIES[how](of)
-    table = copied if root else copied.table
-    opt.catch_up()
-    assert same_bits(table.weight.detach(), model.table.weight.detach())
-    assert not {"train", "__getstate__"} & vars(table).keys()
-    weight = table.weight.detach().clone()
-    train(model, opt, range(10, 15))
-    table(torch.arange(20))
-    copied.state_dict()
-    assert same_bits(table.weight.detach(), weight)
-    for hook in table._forward_pre_hooks.values():
-        assert not any(isinstance(v, RuleOptimizer) for v in vars(hook.__self__).values())
+    for copied in copies(of):
+        table = copied if root else copied.table
+        opt.catch_up()
+        assert same_bits(table.weight.detach(), model.table.weight.detach())
+        assert not {"train", "__getstate__"} & vars(table).keys()
+        weight = table.weight.detach().clone()
+        train(model, opt, range(10, 15))
+        table(torch.arange(20))
+        copied.state_dict()
+        assert same_bits(table.weight.detach(), weight)
+        for hook in table._forward_pre_hooks.values():
+            assert not any(isinstance(v, RuleOptimizer) for v in vars(hook.__self__).values())
 
 
 # Warnings
@@ -348,17 +336,11 @@ def test_a_table_that_is_written_while_rows_are_deferred_warns(how: str):
             weight.data = functional.normalize(weight.data)
     with pytest.warns(sparsestep.StaleWarning, match=r"optimizer.catch_up\(\) first"):
         train(model, opt, range(5, 6))
-
-
-@pytest.mark.parametrize("rows", [None, torch.tensor([1, 2])], ids=["all", "some"])
-def test_rows_that_caught_up_may_be_written(rows: Tensor | None):
-    model, opt = tracked(Tied)
-    weight = model.table.weight
-    for t in range(6):
-        train(model, opt, range(t, t + 1))
+    for rows in (None, torch.tensor([1, 2])):  # rows that have caught up may be written
         opt.catch_up() if rows is None else opt.catch_up(weight, rows)
         with torch.no_grad():
             weight[slice(None) if rows is None else rows] = 0.1
+        train(model, opt, range(6, 7))
 
 
 def recreated(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:

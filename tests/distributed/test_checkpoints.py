@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ ROWS, MORE, DIM = 75, 5, 3  # of a table; rows more of the other one; of a row
 PLAIN = {"item": 13, "tags": 9, "day": 7}  # tables without a vocabulary
 SAVED_PLAN = {"first": "rows", "second": "rows", "item": "rows", "tags": "tables", "day": "copy"}
 WORLDS = (1, 2, 3)
+PAIRS = list(itertools.product(WORLDS, repeat=2))  # ranks that save, and that load
+FEW_PAIRS = [(1, 3), (3, 2), (2, 1), (3, 3)]
 HALF, REST = range(4), range(4, 8)
 GLOBAL = 3  # batches of each step, whatever the number of ranks
 
@@ -36,11 +39,12 @@ class Case(NamedTuple):
     options: dict[str, Any]
     ids: dict[str, Any]
     padding: int = 0
+    pairs: list[tuple[int, int]] = FEW_PAIRS
 
 
 INT8 = {"state_dtype": torch.int8, "rounding_seed": 7}
 CASES = {
-    "per row": Case(sparsestep.Adam, {"bias_correction": "per_row"}, {"admit": 2}),
+    "per row": Case(sparsestep.Adam, {"bias_correction": "per_row"}, {"admit": 2}, pairs=PAIRS),
     "dense": Case(sparsestep.AdamW, {"semantics": "dense"}, {"shared": 2, "admit": 2}, padding=1),
     "int8": Case(sparsestep.Adam, INT8, {"evict": "lfu", "admit": 2}),
 }
@@ -184,11 +188,16 @@ def save_half(folder: Path, kind: str, *where: Any) -> Found:
     return found
 
 
+def _loads(world: int) -> Iterator[tuple[str, Case, int]]:
+    for name, case in CASES.items():
+        yield from ((name, case, saved_by) for saved_by, by in case.pairs if by == world)
+
+
 def load_half(folder: Path, *where: Any) -> Found:
-    """Load what each number of ranks has saved, and train to the end."""
+    """Load what other numbers of ranks have saved, and train to the end."""
     found: Found = {}
     world = where[1]
-    for (name, case), saved_by in itertools.product(CASES.items(), WORLDS):
+    for name, case, saved_by in _loads(world):
         kind = "plain" if world == 1 else "saved" if saved_by == world else "rows"
         training = Training(case, kind, *where)
         training.load(folder / f"{name}-{saved_by}")
@@ -289,7 +298,7 @@ def test_every_id_finds_its_values_and_its_state(runs: Any, name: str):
     """For each pair of numbers of ranks: rows of all tables, moments, counts, ages."""
     _, ranks = runs
     shared = CASES[name].ids.get("shared", 1)
-    for saved_by, world in itertools.product(WORLDS, repeat=2):
+    for saved_by, world in CASES[name].pairs:
         before, after = (name, "half", saved_by), (name, saved_by, world, "half")
         for what in ("ids", "candidates", "others"):
             assert of_all(ranks, after, what) == of_all(ranks, before, what), (after, what)
@@ -317,7 +326,7 @@ def test_training_goes_on(runs: Any, name: str):
     """As many ranks as have saved: to the bit. Others: as one process that did it all."""
     _, ranks = runs
     whole = name, "end", 1
-    for saved_by, world in itertools.product(WORLDS, repeat=2):
+    for saved_by, world in CASES[name].pairs:
         key = name, saved_by, world, "end"
         if saved_by == world:
             for each in ranks[:world]:
@@ -331,7 +340,7 @@ def test_training_goes_on(runs: Any, name: str):
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_becomes_an_ordinary_one(runs: Any, name: str):
     folder, ranks = runs
-    for world in WORLDS:
+    for world in (2, 3):
         found = sparsestep.distributed.consolidate(folder / f"{name}-{world}")
         training = Training(CASES[name], "plain", 0, 1)
         training.model.load_state_dict(found["model"])

@@ -24,15 +24,15 @@ from torch import nn
 import sparsestep
 from tests.distributed.runs import said
 from tests.ranks import Rank, ranks
+from tests.storage.test_damage import VALUES, paths_of
 from tests.table import EVERYTHING
 
 if not torch.distributed.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
 from sparsestep.distributed._handshake import Peers
-from sparsestep.distributed.checkpoint import _files, ignore_dcp_warnings
+from sparsestep.distributed.checkpoint import TensorLayouts, _files, ignore_dcp_warnings
 from sparsestep.distributed.checkpoint import _manifest as manifest
-from sparsestep.distributed.checkpoint._state import TensorLayouts
 
 MANIFEST, METADATA, PART = "sparsestep.json", ".metadata", "__0_0.distcp"
 
@@ -267,23 +267,11 @@ def test_no_name_leads_out_of_the_folder(saved: Path, here: Training, tmp_path: 
     refuse(here, folder, MANIFEST)
 
 
-def places(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON document but the document itself."""
-    if path:
-        yield path
-    if isinstance(value, dict | list):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from places(each, *path, key)
-
-
-VALUES = [None, -1, 0, 2**70, 1e308, float("nan"), "x", [], {}, [[]], {"tuple": 3}, True]
-
-
 def test_a_crafted_manifest_is_refused_or_loaded_as_a_whole(folder: Path, here: Training):
     """Every value is replaced by others. What is no checkpoint any more is refused."""
     original = json.loads((folder / MANIFEST).read_bytes())["body"]
     chance, before, refused = random.Random(0), here.snapshot(), 0
-    everywhere = list(places(original))
+    everywhere = [at for at in paths_of(original) if at]
     for *parents, last in everywhere if EVERYTHING else chance.sample(everywhere, 100):
         for value in VALUES if EVERYTHING else chance.sample(VALUES, 1):
             at = body = copy.deepcopy(original)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsestep
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
+from tests.torch_versions import needs_lookups_in_graphs
 
 ROWS, STEPS = 12, 5
 BUCKET = 1e-6  # megabytes: every parameter has a bucket of its own, from the second step on
@@ -256,6 +258,27 @@ def test_compact_gradients_train_like_torchs_sparse_ones(rank: Rank, name: str):
     assert all(equal(ours, theirs) for theirs in rank.gather(ours))
     assert_close(ours, trained(Tables(torch.nn), *LOOPS[name]))
     assert not equal(ours, result(Tables(sparsestep.nn)))
+
+
+@ranks(2)
+@needs_lookups_in_graphs
+def test_a_compiled_model_trains_as_it_does_in_eager(rank: Rank):
+    results = []
+    for is_compiled in (False, True):
+        model = sparsestep.nn.fuse(Model(sparse=True))
+        ddp: Any = DistributedDataParallel(model)
+        optimizer = sparsestep.AdamW(ddp.parameters())
+        run = torch.compile(ddp, backend="aot_eager") if is_compiled else ddp
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # the compiler's
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                run(full(torch.distributed.get_rank(), step)).backward()
+                optimizer.step()
+        results.append(result(model))
+    assert equal(*results)
+    assert all(equal(results[1], theirs) for theirs in rank.gather(results[1]))
+    assert model.table.graph_anchor is not None  # the lookup was in a graph
 
 
 @ranks(2)

@@ -139,7 +139,7 @@ def test_bad_ids_that_were_to_be_prefetched(rank: Rank):
 def test_memory_runs_out_while_ids_are_prefetched(rank: Rank):
     """The lookup says so on every rank."""
     table, opt = sharded("rows")
-    real, failed = lookup._unpack_ids, []
+    real, failed = lookup._read_ids, []
 
     def read(*arguments: Any) -> Any:
         if threading.current_thread().name == "sparsestep-ids" and not failed:
@@ -148,7 +148,7 @@ def test_memory_runs_out_while_ids_are_prefetched(rank: Rank):
         return real(*arguments)
 
     if rank.is_last:
-        rank.monkeypatch.setattr(lookup, "_unpack_ids", read)
+        rank.monkeypatch.setattr(lookup, "_read_ids", read)
     messages = []
     for batch in lockstep([torch.tensor([0, 1]) for _ in range(5)], prefetch=1):
         opt.zero_grad()

@@ -1,4 +1,4 @@
-"""What register() puts into torch's map, and what it leaves alone."""
+"""``register()``: torch makes our functional optimizers, also for tables in another process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -19,12 +20,15 @@ import sparsestep
 import sparsestep.distributed
 from sparsestep.distributed._functional_optim import make_functional
 from sparsestep.optim import FUNCTIONAL
-from sparsestep.optim.functional import FunctionalOptimizer
+from tests.ranks import Rank, ranks
 from tests.table import same_bits
 from tests.torch_versions import COMPILES_DISTRIBUTED_OPTIMIZERS, uses_torchscript
 
-if not torch.distributed.is_available():
-    pytest.skip("needs torch.distributed", allow_module_level=True)
+if not torch.distributed.is_available() or not torch.distributed.rpc.is_available():
+    pytest.skip("needs RPC", allow_module_level=True)
+
+import torch.distributed.autograd as dist_autograd
+from torch.distributed import rpc
 
 
 @pytest.fixture(scope="module")
@@ -34,30 +38,22 @@ def utils() -> ModuleType:
     return importlib.import_module("torch.distributed.optim.utils")
 
 
-def gradient(step: int) -> Tensor:
-    """Of a parameter of shape [6, 3]; row 5 is never touched, and row 1 twice."""
-    generator = torch.Generator().manual_seed(step)
-    rows = torch.tensor([[1, step % 5, 1, 3]])
-    return torch.sparse_coo_tensor(rows, torch.randn(4, 3, generator=generator), (6, 3))
-
-
-@pytest.mark.parametrize("functional", FUNCTIONAL, ids=lambda cls: cls.__name__)
-def test_torch_makes_functional_optimizers(
-    utils: ModuleType, functional: type[FunctionalOptimizer]
-):
-    """Their steps have the bits of the ordinary optimizer's."""
-    for args, options in (((0.1,), {}), ((), {"lr": 0.1})):
-        opt = utils.as_functional_optim(functional.optimizer_class, *args, **options)
-        assert type(opt) is functional
-        ours, theirs = [torch.ones(6, 3) for _ in range(2)], [torch.ones(6, 3) for _ in range(2)]
-        ordinary = functional.optimizer_class(theirs, lr=0.1)
-        for number in range(3):
-            grads = [gradient(number), gradient(number + 10).to_dense()]
-            for mine, its, grad in zip(ours, theirs, grads, strict=True):
-                its.grad = grad
-                opt.step_param(mine, grad)
-            ordinary.step()
-        assert all(map(same_bits, ours, theirs))
+def test_torch_makes_functional_optimizers(utils: ModuleType):
+    before = dict(utils.functional_optim_map)
+    sparsestep.distributed.register()  # once more changes nothing
+    assert utils.functional_optim_map == before
+    assert before[torch.optim.AdamW] is utils._FunctionalAdamW
+    for functional in FUNCTIONAL:
+        for args, options in (((0.1,), {}), ((), {"lr": 0.1})):
+            opt = utils.as_functional_optim(functional.optimizer_class, *args, **options)
+            assert type(opt) is functional
+            ours, theirs = torch.ones(6, 3), torch.ones(6, 3)
+            theirs.grad = torch.ones(6, 3).to_sparse(1)
+            opt.step_param(ours, theirs.grad)
+            functional.optimizer_class([theirs], lr=0.1).step()
+            assert same_bits(ours, theirs)
+    with pytest.raises(ValueError, match="FunctionalSGD: optimizer got an empty parameter list"):
+        utils.functional_optim_map[sparsestep.SGD]([], lr=0.1)
 
 
 class Holder(torch.nn.Module):
@@ -72,12 +68,6 @@ class Holder(torch.nn.Module):
         self.optim.step(grads)
 
 
-def held(optim: object) -> Any:
-    """As this torch has it: compiled or not."""
-    holder = Holder(optim)
-    return torch.jit.script(holder) if COMPILES_DISTRIBUTED_OPTIMIZERS else holder
-
-
 @uses_torchscript
 def test_a_held_optimizer_lives_as_long_as_it_is_needed():
     made = []
@@ -88,7 +78,9 @@ def test_a_held_optimizer_lives_as_long_as_it_is_needed():
             made.append(weakref.ref(self))
 
     weight = torch.zeros(6, 3)
-    opt = held(make_functional(Noted, [weight], lr=1.0))
+    opt: Any = Holder(make_functional(Noted, [weight], lr=1.0))
+    if COMPILES_DISTRIBUTED_OPTIMIZERS:
+        opt = torch.jit.script(opt)
     gc.collect()
     opt.step([torch.ones(6, 3)])
     opt.step([None])
@@ -96,21 +88,6 @@ def test_a_held_optimizer_lives_as_long_as_it_is_needed():
     del opt
     gc.collect()
     assert [each() for each in made] == [None]
-
-
-def test_no_parameters_are_refused_as_torch_does(utils: ModuleType):
-    with pytest.raises(ValueError, match="FunctionalSGD: optimizer got an empty parameter list"):
-        utils.functional_optim_map[sparsestep.SGD]([], lr=0.1)
-
-
-def test_registering_again_changes_nothing(utils: ModuleType):
-    before = dict(utils.functional_optim_map)
-    sparsestep.distributed.register()
-    assert utils.functional_optim_map == before
-    ours = {cls.optimizer_class for cls in FUNCTIONAL}
-    others = {key: value for key, value in before.items() if key not in ours}
-    assert others[torch.optim.AdamW] is utils._FunctionalAdamW
-    assert all(key.__module__.startswith("torch.") for key in others)
 
 
 def test_optimizers_of_the_same_parameters_wait_for_each_other():
@@ -154,3 +131,111 @@ print(*sorted(name for name in set(sys.modules) - before if name.startswith("tor
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == []
+
+
+# Tables in another process, trained over RPC
+
+ROWS, STEPS = 12, 4
+SERVER = "rank-1"
+
+
+class Tables(torch.nn.Module):
+    """Two tables; a batch uses the first one, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Embedding(ROWS, 4, sparse=True)
+        self.second = torch.nn.Embedding(ROWS, 4, sparse=True)
+        fill(self)
+
+    def forward(self, ids: Tensor, both: bool) -> Tensor:
+        return self.first(ids) * self.second(ids.flip(0)) if both else self.first(ids)
+
+    def rrefs(self) -> list[Any]:
+        return [rpc.RRef(param) for param in self.parameters()]
+
+    def result(self) -> list[Tensor]:
+        return [param.detach().clone() for param in self.parameters()]
+
+
+def fill(module: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        for param in module.parameters():
+            param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
+    return module
+
+
+def batch(step: int) -> Tensor:
+    """Ids with repetitions; the last row never comes."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, ROWS - 1, (8,), generator=generator)
+
+
+def in_one_process(cls: Any, both: Callable[[int], bool]) -> list[Tensor]:
+    tables, layer = Tables(), fill(torch.nn.Linear(4, 2))
+    opt = cls([*tables.parameters(), *layer.parameters()], lr=0.01)
+    for step in range(STEPS):
+        opt.zero_grad()
+        layer(tables(batch(step), both(step))).square().sum().backward()
+        opt.step()
+    return [*tables.result(), *(param.detach() for param in layer.parameters())]
+
+
+def over_rpc(cls: Any, both: Callable[[int], bool], *, functional: bool) -> list[Tensor]:
+    """Tables there, layer here, one optimizer of both."""
+    from torch.distributed.optim import DistributedOptimizer
+
+    tables, layer = rpc.remote(SERVER, Tables), fill(torch.nn.Linear(4, 2))
+    rrefs = [*tables.rpc_sync().rrefs(), *(rpc.RRef(param) for param in layer.parameters())]
+    opt = DistributedOptimizer(cls, rrefs, lr=0.01)
+    assert opt.is_functional_optim == functional
+    for step in range(STEPS):
+        with dist_autograd.context() as context:
+            rows = tables.rpc_sync().forward(batch(step), both(step))
+            dist_autograd.backward(context, [layer(rows).square().sum()])
+            opt.step(context)
+    return [*tables.rpc_sync().result(), *(param.detach() for param in layer.parameters())]
+
+
+def assert_errors_arrive() -> None:
+    """Of a wrong option, and of a step: ``differentiable`` takes no sparse gradient."""
+    from torch.distributed.optim import DistributedOptimizer
+
+    tables = rpc.remote(SERVER, Tables)
+    rrefs = tables.rpc_sync().rrefs()
+    with pytest.raises(ValueError, match=r"SGD: Invalid learning rate: -1\.0"):
+        DistributedOptimizer(sparsestep.SGD, rrefs, lr=-1.0)
+    opt = DistributedOptimizer(sparsestep.SGD, rrefs, differentiable=True)
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [tables.rpc_sync().forward(batch(0), False).sum()])
+        # An InputError is a ValueError; out of TorchScript, all errors come as this.
+        expected = RuntimeError if COMPILES_DISTRIBUTED_OPTIMIZERS else ValueError
+        with pytest.raises(expected, match="SGD: param 0 of group 0: differentiable=True"):
+            opt.step(context)
+
+
+def assert_trains_alike(cls: Any, both: Callable[[int], bool], *, functional: bool) -> None:
+    ours, theirs = over_rpc(cls, both, functional=functional), in_one_process(cls, both)
+    assert all(map(same_bits, ours, theirs)), cls
+    assert not any(same_bits(*pair) for pair in zip(Tables().result(), ours, strict=False))
+
+
+@ranks(2, fresh=True)  # on which register() has not been called
+def test_training_over_rpc_is_that_of_one_process(rank: Rank):
+    """Also of a table that only every other batch uses, and of a layer that is here."""
+    where = (rank.folder / "rpc").as_uri()
+    backend = rpc.TensorPipeRpcBackendOptions(
+        init_method=where, num_worker_threads=4, rpc_timeout=60
+    )
+    name = f"rank-{rank.index}"
+    rpc.init_rpc(name, rank=rank.index, world_size=2, rpc_backend_options=backend)
+    try:
+        if rank.index == 0:
+            # Torch sets param.grad, and leaves it there for batches that do not use the table.
+            assert_trains_alike(sparsestep.SparseAdam, lambda step: True, functional=False)
+            sparsestep.distributed.register()
+            for cls in (sparsestep.AdamW, sparsestep.RowwiseAdagrad):
+                assert_trains_alike(cls, lambda step: step % 2 == 0, functional=True)
+            assert_errors_arrive()
+    finally:
+        rpc.shutdown()

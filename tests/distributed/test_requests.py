@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import threading
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.distributed._table import ShardedTable
-from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed.collectives import Collectives, Messages, pack, unpack
 from sparsestep.distributed.grads import ShardedGradSource
 from sparsestep.distributed.placement import PLACEMENTS
 from sparsestep.distributed.shard import _convert_table
@@ -270,3 +271,28 @@ def test_what_is_sent_is_what_the_plan_says(kind: str, length: int):
         assert hall.sent < said
     else:
         assert hall.sent == said
+
+
+def test_messages_are_packed_and_unpacked():
+    """Of three sections: split, sent to all ranks as a whole, and empty."""
+    own, gap = 1, 1
+    sections = [torch.arange(6, dtype=torch.int32), torch.tensor([7.5], dtype=torch.float64), None]
+    sizes = torch.tensor([[4, 8, 0], [8, 8, 0], [12, 8, 0]])
+    buffer = torch.full((4 + 8 + 1 + 1 + 12 + 8 + 1,), 255, dtype=torch.uint8)
+    pack(sections, sizes, own, gap, buffer)
+    first, second, third = buffer.split([13, 1, 21])
+    assert first[:4].view(torch.int32).tolist() == [0]
+    assert bytes(first[4:12].tolist()) == bytes(third[12:20].tolist()) == struct.pack("d", 7.5)
+    assert third[:12].clone().view(torch.int32).tolist() == [3, 4, 5]
+    assert first[-1] == second[-1] == third[-1] == 255
+    # The other ranks send one and three numbers; this one sends itself two, and the float.
+    messages = Messages(buffer, sizes, own, gap, sections, sizes)
+    read = messages.read([torch.int32, torch.float64, torch.int64])
+    assert [each.tolist() for each in read] == [[0, 1, 2, 3, 4, 5], [7.5] * 3, []]
+    for wrong in (sizes + 1, sizes * torch.tensor([[1], [-1], [3]]), sizes.t()):
+        with pytest.raises(ValueError, match="no such"):
+            pack(sections, wrong, own, gap, buffer)
+        with pytest.raises(ValueError, match="no such"):
+            unpack(Messages(buffer, wrong, own, gap, sections, sizes), read)
+    with pytest.raises(ValueError, match="no such messages"):
+        pack(sections, sizes, own, gap, buffer[:-1])

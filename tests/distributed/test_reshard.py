@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from sparsestep.distributed.checkpoint._reshard import (
     NEW_ROW,
     ReassignedIds,
-    RowRemap,
-    StoredTensor,
     VocabularyBlock,
     VocabularyLayout,
     reassign_ids,
@@ -36,7 +33,7 @@ def loaded(**changes: Any) -> ReassignedIds:
     return reassign_ids(Collectives(None), layout, block, Options(ROWS, 1, 2, None))
 
 
-def test_ids_keep_their_counts_their_ages_and_their_order():
+def test_ids_keep_their_counts_their_ages_their_order_and_their_rows():
     found = loaded()
     assert found.saved.used == 5
     assert found.saved.ids[1:5].tolist() == [10, 11, 12, 13]
@@ -44,11 +41,8 @@ def test_ids_keep_their_counts_their_ages_and_their_order():
     assert found.now == 9
     assert (found.now - found.saved.seen[1:5]).tolist() == [9 - 8, 5 - 3, 9 - 9, 5 - 5]
     assert found.saved.sightings == 35
-
-
-def test_rows_continue_those_that_ids_had_then_those_that_no_id_had():
     # Row 6 was free. The shared row of the second rank is not needed, another row is new.
-    assert loaded().source.tolist() == [0, 2, 3, 4, 5, 6, NEW_ROW]
+    assert found.source.tolist() == [0, 2, 3, 4, 5, 6, NEW_ROW]
 
 
 def test_no_seed_is_used_twice():
@@ -68,18 +62,3 @@ def test_candidates_take_turns(room: int, monkeypatch: pytest.MonkeyPatch):
     )
     assert ids == [20, 21, 30, 22, 31][-room:]
     assert counts == [dict(CANDIDATES.tolist())[each] for each in ids]
-
-
-def test_rows_of_a_table_follow():
-    """Those beyond the vocabulary and the padding stay, others begin with what they are given."""
-    remap = RowRemap(torch.tensor([2, 0, NEW_ROW]), 1, torch.tensor([[9.0]]), padding=1)
-    whole = torch.tensor([[0.0], [1], [2], [3], [4]])
-
-    def moved_to(initial: float | None) -> Tensor:
-        target = remap.read_target(None, StoredTensor(whole.shape, whole.dtype), initial)
-        assert target is not None
-        target.target.copy_(whole)
-        return target.finish().flatten()
-
-    assert moved_to(None).tolist() == [2, 1, 9, 3, 4]
-    assert moved_to(0.5).tolist() == [2, 1, 0.5, 3, 4]

@@ -17,6 +17,7 @@ from torch import Tensor
 import sparsestep
 from sparsestep import _native
 from sparsestep.grads.indexed import IndexedGrad
+from sparsestep.grads.masks import PackedMask
 from tests.table import ENGINES, VARIANTS, same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -170,14 +171,17 @@ def test_a_bad_call_into_the_core_is_refused():
             _native.ext.NativeGroup(rule, state, True, 1.0, 0.0, 1.0, given)
     group = _native.ext.NativeGroup(0, names, True, 1.0, 0.0, 1.0, options)
     with pytest.raises(ValueError, match="wrong number"):
-        jobs.add(group, 1, whole, one, [one], None, None, "who", 0)
+        jobs.add(group, 1, whole, one, [one], None, None, None, "who", 0)
     with pytest.raises(TypeError):
-        jobs.add(group, 1, whole, one, one, None, None, "who", 0)
+        jobs.add(group, 1, whole, one, one, None, None, None, "who", 0)
     with pytest.raises(ValueError, match="no such rows"):
-        jobs.add(group, 1, whole, one, [one, one], 0, (0, 2, 1), "who", 0)
+        jobs.add(group, 1, whole, one, [one, one], 0, (0, 2, 1), None, "who", 0)
+    packed = PackedMask.of(torch.ones(65, 1).bool())
+    with pytest.raises(ValueError, match="no such mask"):
+        jobs.add(group, 1, whole, one, [one, one], None, None, packed, "who", 0)
     elsewhere = IndexedGrad(None, one.to("meta"), 1, 1)
     for grad, param in ((whole, one.long()), (elsewhere, one)):
-        assert not jobs.add(group, 1, grad, param, [one, one], None, None, "who", 0)
+        assert not jobs.add(group, 1, grad, param, [one, one], None, None, None, "who", 0)
     assert jobs.prepare(1) is None  # nothing was added
 
 

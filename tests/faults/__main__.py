@@ -21,9 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seconds", type=float, help="stop after this many")
     parser.add_argument("--sample", type=int, help="this many fixed events per fault, then stop")
-    parser.add_argument("--one-fault", action="store_true", help="per operation, in turn")
-    parser.add_argument("--operations", nargs="+", default=["*"], help="names or patterns")
-    parser.add_argument("--injectors", nargs="+", default=["*"], help="likewise")
+    parser.add_argument("--pairs", nargs="+", default=["*"], help="patterns: 'ranks: */line'")
     parser.add_argument("--module", help="another module with OPERATIONS")
     parser.add_argument("--nth", type=int, help="this event only")
     parser.add_argument("--seed", type=int, default=0)
@@ -55,13 +53,12 @@ def search(options: argparse.Namespace) -> int:
     everything = {**operations.OPERATIONS, **ranks.OPERATIONS}
     if options.module:
         everything = importlib.import_module(options.module).OPERATIONS
-    chosen: list[tuple[str, str]] = []
-    for number, (operation, make) in enumerate(everything.items()):
-        faults = [name for name in make.faults if is_chosen(name, options.injectors)]
-        if options.one_fault:
-            faults = faults[number % len(faults) :][:1]
-        if is_chosen(operation, options.operations):
-            chosen += [(operation, name) for name in faults]
+    chosen = [
+        (operation, fault)
+        for operation, make in everything.items()
+        for fault in make.faults
+        if any(fnmatch.fnmatch(f"{operation}/{fault}", pattern) for pattern in options.pairs)
+    ]
     expected: dict[tuple[str, str], harness.Expected] = {}
 
     def calibrated(pair: tuple[str, str]) -> Any:
@@ -119,10 +116,6 @@ def search(options: argparse.Namespace) -> int:
     show(counts)
     print(f"{sum(counts.values())} cases, {len(findings)} findings")
     return int(bool(findings))
-
-
-def is_chosen(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def report(findings: list[str], pair: tuple[str, str], nth: int | None, detail: str) -> None:

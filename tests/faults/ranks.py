@@ -59,6 +59,14 @@ class RankOperation(Operation):
             dist.all_reduce(param.grad)
 
 
+class ClippedStep(RankOperation):
+    """Gradients have been exchanged: ranks agree by the numbers that start an exchange."""
+
+    def backward(self, step: int) -> None:
+        super().backward(step)
+        sparsestep.clip_grad_norm_(self.model.parameters(), 1.0)
+
+
 class ShardedLookup(RankOperation):
     def run(self) -> None:
         self.model(self.ids(9))
@@ -153,6 +161,7 @@ OPERATIONS: dict[str, type[Operation]] = {
     "ranks: shard": Shard,
     "ranks: lookup": ShardedLookup,
     "ranks: step": of(RankOperation, pending=5),
+    "ranks: step after clipping": of(ClippedStep, pending=5),
     "ranks: step on whole tables": of(RankOperation, pending=5, plan="tables"),
     "ranks: vocabulary": SharedVocabularyLookup,
     "ranks: save": DistributedSave,

@@ -115,17 +115,3 @@ def test_values_in_the_memory_of_the_parameter(engine: str, sparse: bool):
     grad = sparsestep.IndexedGrad(order, param) if sparse else param
     sparsestep.functional.sgd_(param, grad, lr=0.5, engine=engine)
     assert same_bits(param, expected)
-
-
-def test_steps_under_another_default_device():
-    table = nn.Parameter(torch.zeros(5, 2))
-    table.grad = torch.ones(5, 2).to_sparse(1)
-    opt = sparsestep.AdamW([table], semantics="dense")
-    torch.set_default_device("meta")
-    try:
-        for _ in range(3):
-            opt.step()
-        opt.catch_up()
-    finally:
-        torch.set_default_device(None)
-    assert table.ne(0).all()

@@ -283,7 +283,6 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="check the list, and run nothing")
     parser.add_argument("--native", action="store_true", help="those in C++")
     parser.add_argument("--only", nargs="*", help="names")
-    parser.add_argument("--tests", help="run these tests for every mutant")
     parser.add_argument("--record", action="store_true", help="add to the baseline")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=300.0, help="of one run, in seconds")
@@ -296,8 +295,6 @@ def main() -> int:
     mutants = [each for each in mutants if each.is_native == options.native]
     if options.only:
         mutants = [each for each in mutants if each.name in options.only]
-    if options.tests:
-        mutants = [Mutant(**{**vars(each), "run": options.tests}) for each in mutants]
     return run(mutants, options)
 
 

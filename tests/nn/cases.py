@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,6 +108,17 @@ def row_calls(draw: st.DrawFn, freq: bool = True, single: bool = True) -> Call:
     integers = draw(st.sampled_from([torch.int64, torch.int32]))
     ids = torch.randint(rows, shape, generator=generator).to(integers)
     return Call(rows, dim, draw(st.sampled_from(DTYPES)), seed, ids, options)
+
+
+def copies(module: nn.Module) -> Iterator[nn.Module]:
+    """A module, copied and saved in several ways."""
+    yield copy.deepcopy(module)
+    yield pickle.loads(pickle.dumps(module))
+    yield pickle.loads(pickle.dumps(module, protocol=0))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
 
 
 def plain(grad: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ class AgainstTheModel(RuleBasedStateMachine):
 
 
 TestAgainstTheModel = AgainstTheModel.TestCase
-TestAgainstTheModel.settings = settings(max_examples=40, stateful_step_count=25)
+TestAgainstTheModel.settings = settings(max_examples=25, stateful_step_count=25)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

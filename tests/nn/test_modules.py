@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import io
-import pickle
 from typing import Any
 
 import pytest
@@ -15,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import sparsestep
-from sparsestep.grads.compact import CompactGrad
 from sparsestep.nn import Embedding, EmbeddingBag
-from tests.nn.cases import plain, same
+from tests.nn.cases import copies, plain, same
 from tests.torch_versions import uses_torchscript
 
 KINDS = [(Embedding, nn.Embedding), (EmbeddingBag, nn.EmbeddingBag)]
@@ -56,21 +53,12 @@ def test_from_pretrained(ours: Any, theirs: Any):
 
 
 @each_kind
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies(ours: Any, theirs: Any, how: str):
+def test_copies(ours: Any, theirs: Any):
     table = ours(10, 3)
     table.name = "a"
-    if how == "deepcopy":
-        copied = copy.deepcopy(table)
-    elif how == "pickle":
-        copied = pickle.loads(pickle.dumps(table))
-    else:
-        file = io.BytesIO()
-        torch.save(table, file)
-        file.seek(0)
-        copied = torch.load(file, weights_only=False)
-    assert (type(copied), copied.name) == (ours, "a")
-    assert same(copied(IDS), table(IDS))
+    for copied in copies(table):
+        assert (type(copied), copied.name) == (ours, "a")
+        assert same(copied(IDS), table(IDS))
 
 
 @each_kind
@@ -149,36 +137,33 @@ def test_transforms_of_torch_func(ours: Any, theirs: Any):
         assert same(mine, other)
 
 
-@each_kind
-@pytest.mark.parametrize("strict", [True, False])
-def test_export(ours: Any, theirs: Any, strict: bool):
+@pytest.mark.parametrize(("ours", "strict"), [(Embedding, True), (EmbeddingBag, False)])
+def test_export(ours: Any, strict: bool):
     model = torch.nn.Sequential(ours(10, 3), torch.nn.Linear(3, 2))
     exported = torch.export.export(model, (IDS,), strict=strict).module()
     assert same(exported(IDS), model(IDS))
 
 
 @each_kind
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @uses_torchscript
-def test_tracing(ours: Any, theirs: Any):
+def test_tracing_and_scripting(ours: Any, theirs: Any):
+    """In a script they are torch's; the model itself stays as it is. So do fused subclasses."""
     table = ours(10, 3)
     assert same(torch.jit.trace(table, IDS)(IDS), table(IDS))
-
-
-@each_kind
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_scripting(ours: Any, theirs: Any):
-    """In a script they are torch's; the model itself stays as it is."""
-    model = nn.Sequential(ours(10, 3, padding_idx=2), nn.Linear(3, 1))
-    model[0].name = "a"
-    scripted = torch.jit.script(model)
-    assert same(scripted(IDS), model(IDS))
-    file = io.BytesIO()
-    torch.jit.save(scripted, file)
-    file.seek(0)
-    assert same(torch.jit.load(file)(IDS), model(IDS))
-    scripted(IDS).sum().backward()
-    assert model[0].weight.grad is not None
-    assert type(model[0]) is ours
+    subclass = type("Subclass", (theirs,), {})
+    for table in (ours(10, 3, padding_idx=2), sparsestep.nn.fuse(subclass(10, 3))):
+        model = nn.Sequential(table, nn.Linear(3, 1))
+        kind, table.name = type(table), "a"
+        scripted = torch.jit.script(model)
+        file = io.BytesIO()
+        torch.jit.save(scripted, file)
+        file.seek(0)
+        for each in (scripted, torch.jit.load(file)):
+            assert same(each(IDS), model(IDS))
+        scripted(IDS).sum().backward()
+        assert table.weight.grad is not None
+        assert type(table) is kind
 
 
 @each_kind
@@ -264,20 +249,3 @@ def test_autocast_does_as_torch(ours: Any, theirs: Any):
         assert table(IDS).dtype == theirs(10, 3)(IDS).dtype == torch.float32
         nn.Linear(3, 1)(table(IDS)).sum().backward()
     assert table.weight.grad.dtype == torch.float32
-
-
-@each_kind
-def test_torch_compile_leaves_it_out(ours: Any, theirs: Any):
-    model = nn.Sequential(ours(10, 3), nn.Linear(3, 1))
-    compiled = torch.compile(model, backend="eager")
-    assert same(compiled(IDS), model(IDS))
-    compiled(IDS).sum().backward()
-    assert isinstance(model[0].weight.grad, CompactGrad)
-
-
-def test_torch_compile_leaves_a_collection_out():
-    model = sparsestep.nn.EmbeddingBagCollection([(10, 3), (10, 3)])
-    found = torch.compile(model, backend="eager")([IDS, IDS])
-    assert all(map(same, found, model([IDS, IDS])))
-    sum(rows.sum() for rows in found).backward()
-    assert all(isinstance(param.grad, CompactGrad) for param in model.parameters())

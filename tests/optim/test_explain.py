@@ -68,6 +68,23 @@ def test_rows_that_wait_are_counted():
     assert only.rows_behind == 0
 
 
+@pytest.mark.parametrize("kinds", [nn, sparsestep.nn])
+@pytest.mark.parametrize(("semantics", "most"), [("masked", 50), ("dense", 25)])
+def test_it_says_when_a_dense_gradient_would_be_faster(kinds, semantics, most):
+    table = kinds.Embedding(100, 4, sparse=True)
+    optimizer = sparsestep.Adam(table.parameters(), semantics=semantics)
+    for touched in (most, most + 1):
+        optimizer.zero_grad()
+        ids = torch.arange(touched)
+        table(torch.cat([ids, ids])).sum().backward()
+        optimizer.step()
+        (only,) = optimizer.explain()
+        assert ("sparse=False" in only.reason) == (touched > most)
+    optimizer.zero_grad()
+    (only,) = optimizer.explain()
+    assert only.reason == ""
+
+
 def test_equal_reasons_are_one_line():
     params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(30)]
     table = torch.nn.Parameter(torch.zeros(50, 4))
@@ -158,16 +175,6 @@ def test_gradients_are_examined_once(monkeypatch: pytest.MonkeyPatch):
         model.backward()
         opt.step()
     assert len(examined) == 2, "weight and bias"
-
-
-def test_it_is_said_of_steps_in_backward_and_of_functional_ones():
-    model = Model()
-    sparsestep.AdamW(model.named_parameters()).step_in_backward()
-    with pytest.warns(SlowWarning, match=TEXT):
-        model.backward()
-    functional = sparsestep.FunctionalSGD([torch.zeros(ROWS, DIM)])
-    with pytest.warns(SlowWarning, match="dense gradient for an embedding"):
-        functional.step([embedding_grad()])
 
 
 def test_as_an_error_it_changes_nothing_and_is_raised_again():

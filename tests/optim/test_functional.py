@@ -69,9 +69,6 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert all(map(same_bits, ours, theirs))
 
 
-# What it leaves alone
-
-
 class Aloof(torch.nn.Parameter):
     """A param that must not be asked for its gradient, nor given one."""
 
@@ -84,10 +81,9 @@ class Aloof(torch.nn.Parameter):
         raise AssertionError("param.grad was written")
 
 
-@each_stateful
-def test_param_grad_is_neither_read_nor_written(cls: Any, options: dict[str, Any]):
+def test_param_grad_is_neither_read_nor_written():
     params = [Aloof(param) for param in start()]
-    opt = cls(params, **options)
+    opt = sparsestep.FunctionalAdam(params)
     for sparse in (True, False):
         for grads in batches(sparse=sparse):
             opt.step(grads)
@@ -95,16 +91,6 @@ def test_param_grad_is_neither_read_nor_written(cls: Any, options: dict[str, Any
                 opt.step_param(param, grad)
     opt.step_param(Aloof(torch.ones(3)), torch.ones(3))
     opt.load_state_dict(opt.state_dict())
-
-
-def test_params_stay_leaves_gradients_unchanged_and_nothing_warns():
-    """Torch's functional classes warn of TorchScript, when imported and when made."""
-    for cls in FUNCTIONAL:
-        leaf, grad = torch.nn.Parameter(torch.ones(3, 2)), torch.ones(3, 2)
-        cls(iter([leaf]), maximize=True).step([grad])
-        assert torch.equal(grad, torch.ones(3, 2))
-        assert leaf.is_leaf
-        assert leaf.requires_grad
 
 
 # State
@@ -125,6 +111,16 @@ def test_a_param_is_added_by_its_first_step(cls: Any, options: dict[str, Any]):
     opt.step(batches()[0])  # and is one of those that step() is for
 
 
+def test_a_param_is_found_after_the_group_has_changed():
+    params = [torch.zeros(2), torch.zeros(2)]
+    opt = sparsestep.FunctionalSGD(params, 1.0)
+    opt.step_param(params[0], torch.ones(2))
+    opt.param_group["params"].reverse()
+    opt.step_param(params[0], torch.ones(2))
+    assert params[0].tolist() == [-2.0, -2.0]
+    assert not params[1].any()
+
+
 def test_params_that_cannot_be_added():
     param = torch.ones(3, 2)
     opt = sparsestep.FunctionalAdam([param])
@@ -137,9 +133,6 @@ def test_params_that_cannot_be_added():
         masked.step_param(torch.ones(3, 2), torch.ones(3, 2))
     masked.step([torch.ones(3, 2)])
     assert len(opt.param_group["params"]) == len(masked.param_group["params"]) == 1
-
-
-# Checkpoints, pickles, copies
 
 
 @each_stateful
@@ -156,19 +149,12 @@ def test_checkpoints_go_back_and_forth(cls: Any, options: dict[str, Any]):
         train(other, steps[3:])
         assert_same(everything(opt), everything(other))
         assert opt.state_dict()["param_groups"] == other.state_dict()["param_groups"]
-
-
-@each_stateful
-def test_copies_go_on_by_themselves(cls: Any, options: dict[str, Any]):
-    steps, params = batches(), start()
-    opt = cls(params[:2], engine="reference", **options)
-    opt.step_param(params[2], steps[0][2])  # added: the copies have it as well
-    copies = [pickle.loads(pickle.dumps(opt)), copy.deepcopy(opt)]
-    for each in (*copies, opt):
-        train(each, steps)
-        assert each.optimizer.engine == "reference"
-    for other in copies:
-        assert_same(everything(opt), everything(other))
+    opt = cls(start(), engine="reference", **options)
+    again = pickle.loads(pickle.dumps(opt))
+    assert again.optimizer.engine == "reference"
+    for each in (opt, again):
+        train(each, batches())
+    assert_same(everything(opt), everything(again))
 
 
 # Constructors
@@ -188,7 +174,7 @@ def test_the_signature_is_what_the_constructor_takes(cls: type[FunctionalOptimiz
     assert repr(made).startswith(f"{cls.__name__} (")
 
 
-def test_arguments():
+def test_arguments_by_position():
     cls = sparsestep.FunctionalAdam
     values = [0.5, (0.5, 0.75), 0.25, 0.125, True, True, False, False]
     by_position = cls([], *values, True)
@@ -196,14 +182,6 @@ def test_arguments():
     assert by_position.defaults == by_name.defaults
     assert [by_position.param_group[name] for name in cls.positional] == values
     by_position.step([])
-    with pytest.raises(TypeError, match="FunctionalAdam"):
-        cls([torch.zeros(1)], *values, False, 1.0)
-    with pytest.raises(TypeError, match="multiple values"):
-        cls([torch.zeros(1)], 0.1, lr=0.1)
-    with pytest.raises(TypeError, match="'warmup'"):
-        cls([torch.zeros(1)], warmup=1.0)
-    with pytest.raises(InputError, match="empty parameter list"):
-        cls(iter([]))
 
 
 # Torch's functional classes
@@ -252,32 +230,17 @@ def test_positions_and_defaults_are_torchs(name: str, of_torch: dict[str, Any]):
             assert ours.defaults[option] == theirs
 
 
-def test_options_of_torch_alone_are_refused_unless_they_change_nothing():
-    for option, default in sparsestep.FunctionalAdagrad.torch_only.items():
-        with pytest.raises(InputError, match=option):
-            sparsestep.FunctionalAdagrad([torch.zeros(1)], **{option: not default})
-        opt = sparsestep.FunctionalAdagrad([torch.zeros(1)], **{option: default})
-        assert option not in opt.defaults
-
-
 @pytest.mark.parametrize("name", TORCH)
 def test_dense_gradients_have_torchs_bits(name: str, of_torch: dict[str, Any]):
-    steps = batches(sparse=False)
-    cls = getattr(sparsestep, f"Functional{name}")
-    ours = cls(start(), 0.01, foreach=False)
-    theirs = getattr(torch.optim, name)(start(), 0.01)
-    train(ours, steps)
-    train(theirs, steps)
-    assert_same(everything(ours), everything(theirs))
-    # Some of torch's functional classes take gradients for those of other params if one is None.
-    whole = [grads for grads in steps if all(grad is not None for grad in grads)]
     params = start()
     with warnings.catch_warnings(record=True):
         peer = of_torch[name](params, 0.01)
-    opt = cls(start(), 0.01, foreach=False)
-    for grads in whole:
-        peer.step(grads)
-    train(opt, whole)
+    opt = getattr(sparsestep, f"Functional{name}")(start(), 0.01, foreach=False)
+    # Some of torch's functional classes take gradients for those of other params if one is None.
+    for grads in batches(sparse=False):
+        if all(grad is not None for grad in grads):
+            peer.step(grads)
+            opt.step(grads)
     assert_same(opt.param_group["params"], params)
     assert not same_bits(params[0], start()[0])
 
@@ -298,46 +261,46 @@ def _inference_tensor(tensor: Tensor) -> Tensor:
 ROWS = torch.tensor([2, 0, 2])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"param": None},
-        {"param": torch.zeros(3)},
-        {"param": torch.zeros(2, 3, dtype=torch.int64)},
-        {"param": _released(torch.zeros(3, 2))},
-        {"param": _inference_tensor(torch.zeros(3, 2))},
-        {"param": torch.complex(torch.ones(3, 2), torch.ones(3, 2)).conj().imag},
-        {"param": torch.zeros(2).expand(3, 2)},
-        {"exp_avg": torch.zeros(3)},
-        {"exp_avg": torch.zeros(3, 2, dtype=torch.int32)},
-        {"exp_avg": _released(torch.zeros(3, 2))},
-        {"exp_avg": _inference_tensor(torch.zeros(3, 2))},
-        {"exp_avg": None},
-        {"grad": sparsestep.IndexedGrad(torch.tensor([0, 3, 0]), torch.ones(3, 2))},
-        {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(2, 2))},
-        {"grad": sparsestep.IndexedGrad(ROWS.float(), torch.ones(3, 2))},
-        {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2, dtype=torch.int64))},
-        {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2), 3)},
-        {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2), 2, 2)},
-        {"grad": torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (4, 2))},
-        {"grad": None},
-        {"step": None},
-        {"step": 0},
-        {"step": torch.tensor(1.5)},
-        {"step": 1 << 63},
-        {"lr": -1.0},
-        {"betas": [0.9, 1.0]},
-        {"maximize": "yes"},
-        {"decoupled_weight_decay": 0},
-        {"engine": "fast"},
-    ],
-)
-def test_a_repeated_call_makes_all_checks(change: dict[str, Any]):
+CHANGES: list[dict[str, Any]] = [
+    {"param": None},
+    {"param": torch.zeros(3)},
+    {"param": torch.zeros(2, 3, dtype=torch.int64)},
+    {"param": _released(torch.zeros(3, 2))},
+    {"param": _inference_tensor(torch.zeros(3, 2))},
+    {"param": torch.complex(torch.ones(3, 2), torch.ones(3, 2)).conj().imag},
+    {"param": torch.zeros(2).expand(3, 2)},
+    {"exp_avg": torch.zeros(3)},
+    {"exp_avg": torch.zeros(3, 2, dtype=torch.int32)},
+    {"exp_avg": _released(torch.zeros(3, 2))},
+    {"exp_avg": _inference_tensor(torch.zeros(3, 2))},
+    {"exp_avg": None},
+    {"grad": sparsestep.IndexedGrad(torch.tensor([0, 3, 0]), torch.ones(3, 2))},
+    {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(2, 2))},
+    {"grad": sparsestep.IndexedGrad(ROWS.float(), torch.ones(3, 2))},
+    {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2, dtype=torch.int64))},
+    {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2), 3)},
+    {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2), 2, 2)},
+    {"grad": torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (4, 2))},
+    {"grad": None},
+    {"step": None},
+    {"step": 0},
+    {"step": torch.tensor(1.5)},
+    {"step": 1 << 63},
+    {"lr": -1.0},
+    {"betas": [0.9, 1.0]},
+    {"maximize": "yes"},
+    {"decoupled_weight_decay": 0},
+    {"engine": "fast"},
+]
+
+
+def test_a_repeated_call_makes_all_checks():
+    positional = ("param", "grad", "exp_avg", "exp_avg_sq")
+
     def call(given: dict[str, Any]) -> None:
         rest = {key: value for key, value in given.items() if key not in positional}
         sparsestep.functional.adam_(*(given[key] for key in positional), **rest)
 
-    positional = ("param", "grad", "exp_avg", "exp_avg_sq")
     given = {
         "param": torch.zeros(3, 2),
         "grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2)),
@@ -346,16 +309,16 @@ def test_a_repeated_call_makes_all_checks(change: dict[str, Any]):
         "step": 1,
         "decoupled_weight_decay": False,
     }
-    for _ in range(2):
-        call(given)
-    before = copy.deepcopy({key: given[key] for key in positional if key != "grad"})
-    with pytest.raises(InputError):
-        call({**given, **change})
-    for key, value in before.items():
-        assert same_bits(given[key], value)
+    for change in CHANGES:
+        for _ in range(2):
+            call(given)
+        before = copy.deepcopy({key: given[key] for key in positional if key != "grad"})
+        with pytest.raises(InputError):
+            call({**given, **change})
+        assert all(same_bits(given[key], value) for key, value in before.items()), change
 
 
-@pytest.mark.parametrize("step", [3, torch.tensor(3.0), torch.tensor(3.0, dtype=torch.float64)])
+@pytest.mark.parametrize("step", [3, torch.tensor(3.0)])
 @pytest.mark.parametrize("is_coo", [True, False])
 def test_a_repeated_call_has_the_bits_of_the_first(step: int | Tensor, is_coo: bool):
     values = torch.tensor([[1.0, -2.0], [0.5, 3.0], [0.1, 0.2]])

@@ -63,18 +63,3 @@ def test_a_mask_over_rows_counts_what_it_selects(semantics: str):
     assert metrics_of(optimizer, *COUNTS) == (100, 3 + 5, 2 + 5, 1)
     deferred = 18 if semantics == "dense" else 0
     assert metrics_of(optimizer, "deferred_rows") == (deferred,)
-
-
-def test_deferred_rows_are_those_of_explain():
-    table, other = nn.Parameter(torch.zeros(SHAPE)), nn.Parameter(torch.zeros(SHAPE))
-    optimizer = sparsestep.Adam([table, other], semantics="dense")
-    for step in range(5):
-        table.grad = rows(SHAPE, [step, step, 20])
-        other.grad = rows(SHAPE, [0]) if step < 3 else None
-        optimizer.step()
-        if step == 3:
-            optimizer.catch_up(other)
-        expected = sum(each.rows_behind for each in optimizer.explain())
-        assert metrics_of(optimizer, "deferred_rows") == (expected,)
-    optimizer.catch_up()
-    assert metrics_of(optimizer, "deferred_rows") == (0,)

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import sparsestep
-from sparsestep import _native, functional, optim
+from sparsestep import functional, optim
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.optim.test_formulas import PUBLISHED
-from tests.table import VARIANTS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,10 +58,3 @@ def test_an_optimizer_is_everywhere(cls: type[RuleOptimizer]):
         ),
     }
     assert all(missing.values()), [what for what, is_done in missing.items() if not is_done]
-
-
-def test_every_struct_of_the_core_is_the_rule_of_a_variant():
-    """Structs are listed in native/rules/registry.h, variants are OPTIONS in tests/table.py."""
-    assert _native.ext is not None
-    tested = {variant.rule.name for variant in VARIANTS if variant.rule.has_native_kernel}
-    assert tested == _native.ext.rules().keys()

@@ -12,7 +12,6 @@ from torch import Tensor
 import sparsestep
 from sparsestep._native import ext
 from sparsestep.optim.step import Step
-from tests.subject import refused
 from tests.torch_versions import needs_tensors_that_the_core_reads
 
 pytestmark = [
@@ -96,12 +95,14 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_between_steps_count(pair: Pair, change: str):
-    for optimizer, params in zip((pair.fast, pair.slow), pair.params, strict=True):
-        CHANGES[change](optimizer, params[0])
-    for _ in range(3):
-        pair.step(coo(1, 3, 1), coo(0, 5))
+@pytest.mark.parametrize("cls", [sparsestep.Adam, own])
+def test_changes_between_steps_count(cls: Any):
+    for change in CHANGES.values():
+        pair = Pair(cls)
+        for optimizer, params in zip((pair.fast, pair.slow), pair.params, strict=True):
+            change(optimizer, params[0])
+        for _ in range(3):
+            pair.step(coo(1, 3, 1), coo(0, 5))
 
 
 def test_gradients_of_another_kind(pair: Pair):
@@ -116,9 +117,7 @@ def test_gradients_of_another_kind(pair: Pair):
             pair.step(coo(1, 3, 1), coo(0, 2))
 
 
-@pytest.mark.parametrize(
-    "cls", [sparsestep.AdamW, sparsestep.SGD, sparsestep.Lion, sparsestep.RowwiseAdagrad, own]
-)
+@pytest.mark.parametrize("cls", [sparsestep.AdamW, sparsestep.RowwiseAdagrad, own])
 def test_a_model_with_dense_gradients_is_one_call(cls: Any, monkeypatch: pytest.MonkeyPatch):
     """Together with a sparse table; matrices, vectors, and a single number."""
     model = torch.nn.Sequential(
@@ -140,14 +139,6 @@ def test_a_model_with_dense_gradients_is_one_call(cls: Any, monkeypatch: pytest.
     monkeypatch.setattr(Step, "add_group", lambda *_: pytest.fail("the step was planned"))
     step()
     assert not any(map(torch.equal, before, opt.param_groups[0]["params"]))
-
-
-def test_an_index_that_is_no_row_is_refused_and_nothing_changes(pair: Pair):
-    for row in (6, -1, 2**63 - 1):
-        pair.params[0][0].grad, pair.params[0][1].grad = coo(1), coo(row)
-        with refused(pair.fast, match="param 0 of group 1"):
-            pair.fast.step()
-    pair.step(coo(1, 3, 1), coo(0, 2))
 
 
 def test_a_parameter_that_is_given_twice(pair: Pair):

@@ -23,7 +23,6 @@ from tests.table import (
     on_each_engine,
     randn,
     running_on,
-    same_bits,
 )
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
@@ -119,54 +118,3 @@ def test_random_rounding_in_every_layout(variant: Variant, engine: str):
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-7)
-
-
-@pytest.mark.parametrize("variant", [v for v in WITH_OPTIONS if v.cls.supports_complex], ids=str)
-@each_engine
-def test_complex_numbers_are_pairs_in_every_layout(variant: Variant, engine: str):
-    entries = Entries.random((6, 8), (2, 2), 0.5, seed=0)
-    numbers = torch.complex(entries.values, -2 * entries.values)
-    same = Entries(numbers, entries.held, entries.unit)
-    start = torch.view_as_complex(randn((6, 8, 2)))
-    pairs = torch.sparse_coo_tensor(
-        entries.held.nonzero().t(), torch.view_as_real(numbers)[same.held], (6, 8, 2)
-    )
-    with running_on(engine) as name:
-        real = by_hand(variant, name, torch.view_as_real(start)).take(pairs).tensors
-        stored = same.stored(torch.complex64, by_row=variant.rule.needs_whole_rows)
-        for layout, (grad, mask) in stored.items():
-            run = by_hand(variant, name, start).take(grad, mask)
-            ours = [torch.view_as_real(t) if t.is_complex() else t for t in run.tensors]
-            assert all(map(torch.allclose, ours, real)), layout
-            assert name == "reference" or all(map(same_bits, ours, real)), layout
-
-
-@pytest.mark.parametrize(
-    "variant",
-    [
-        Variant(sparsestep.AdamW, {"weight_decay": 0.1}),
-        Variant(sparsestep.SGD, {"momentum": 0.5}),
-        Variant(sparsestep.RowwiseAdam, {}),
-        Variant(sparsestep.Lion, {}),
-        Variant(sparsestep.Ftrl, {"l1": 0.01}),
-    ],
-    ids=str,
-)
-@each_engine
-@pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
-def test_dense_semantics_take_what_is_not_held_for_zero(variant: Variant, engine: str):
-    """In any layout, the numbers of the gradient that has zeros there."""
-    several = [Entries.random((6, 8), (2, 2), 0.3, seed) for seed in range(4)]
-    with running_on(engine) as name:
-        dense = by_hand(variant, name, randn((6, 8)).double(), lr=0.1)
-        for entries in several:
-            dense.take(torch.where(entries.held, entries.values, 0.0).double())
-        stored = [entries.stored(torch.float64, by_row=True) for entries in several]
-        for layout in stored[0]:
-            run = by_hand(variant, name, randn((6, 8)).double(), semantics="dense", lr=0.1)
-            for each in stored:
-                run.optimizer.catch_up()
-                run.take(*each[layout])
-            run.optimizer.catch_up()
-            for ours, theirs in zip(run.tensors, dense.tensors, strict=True):
-                assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-11), layout

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import swa_utils
 
 import sparsestep
 from sparsestep.grads.compact import CompactGrad
@@ -60,15 +59,6 @@ def test_our_modules_have_the_bits_of_torchs(variant: Variant, dtype: torch.dtyp
             continue  # torch sums some duplicates before others
         ours = Training.of(Model(sparsestep.nn, dtype), variant).run(loop)
         assert ours.same_as(Training.of(Model(nn, dtype), variant).run(loop)), name
-
-
-@each_of_a_few
-def test_our_modules_have_the_numbers_of_torchs(variant: Variant):
-    """Tables that are read several times."""
-    for name, loop in LOOPS.items():
-        ours = Training.of(Model(sparsestep.nn, torch.float64, several=True), variant).run(loop)
-        theirs = Training.of(Model(nn, torch.float64, several=True), variant).run(loop)
-        assert ours.close_to(theirs), name
 
 
 @pytest.mark.parametrize("kinds", [sparsestep.nn, nn], ids=["ours", "torch's"])
@@ -158,18 +148,3 @@ def test_a_scaler_finds_an_overflow_in_either_kind_of_gradient(where: str):
     scaler.step(training.optimizer)
     after = snapshot(training.optimizer)
     assert str(before) == str(after)
-
-
-def test_averaged_weights():
-    training = Training.of(Model(), sparsestep.Adam)
-    averaged = swa_utils.AveragedModel(training.model)
-    schedule = swa_utils.SWALR(training.optimizer, swa_lr=0.01, anneal_epochs=2)
-    passed: list[list[torch.Tensor]] = []
-    for step in range(5):
-        plain(training)(step)
-        schedule.step()
-        averaged.update_parameters(training.model)
-        passed.append([param.detach().clone() for param in training.model.parameters()])
-    for average, *values in zip(averaged.module.parameters(), *passed, strict=True):
-        assert torch.allclose(average, torch.stack(values).mean(dim=0), rtol=1e-5, atol=1e-6)
-    assert training.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

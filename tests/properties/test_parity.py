@@ -114,26 +114,3 @@ def test_embedding_training_like_torch():
             opt.step()
     assert our_opt.state[ours.weight]["step"] == len(batches)
     assert torch.allclose(ours.weight, theirs.weight, rtol=1e-6, atol=1e-7)
-
-
-@each_engine
-def test_accumulated_gradients_count_as_their_sum(engine: str):
-    """Over several backward calls, with equal and different rows."""
-    torch.manual_seed(0)
-    weight = torch.randn(9, 4)
-    tables = [torch.nn.Embedding.from_pretrained(weight.clone(), freeze=False) for _ in range(2)]
-    tables[0].sparse = True
-    with running_on(engine) as name:
-        opts = [sparsestep.SparseAdam(t.parameters(), lr=0.1, engine=name) for t in tables]
-        for ids in ([1, 2], [2, 5], [2, 2]):
-            tables[0](torch.tensor(ids)).square().sum().backward()
-        for ids in ([1, 2], [2, 5], [2, 2]):
-            tables[1](torch.tensor(ids)).square().sum().backward()
-        assert tables[0].weight.grad.is_sparse
-        assert not tables[1].weight.grad.is_sparse
-        for opt in opts:
-            opt.step()
-    touched = [1, 2, 5]
-    assert torch.allclose(tables[0].weight[touched], tables[1].weight[touched])
-    untouched = [0, 3, 4, 6, 7, 8]
-    assert same_bits(tables[0].weight[untouched].detach(), weight[untouched])

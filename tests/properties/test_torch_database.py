@@ -76,25 +76,6 @@ def test_inputs_train_like_torch(ours, info, given, engine):
 
 
 @each_pair
-def test_groups_without_weight_decay(ours, info):
-    """As torch's suite has them for every class, SparseAdam too, which has no weight decay."""
-    results = []
-    for cls in (ours, info.optim_cls):
-        torch.manual_seed(0)
-        sparse = info.only_supports_sparse_grads
-        table, bias = (torch.nn.Embedding(12, 5, sparse=sparse) for _ in range(2))
-        groups = [{"params": [table.weight]}, {"params": [bias.weight], "weight_decay": 0.0}]
-        opt = cls(groups, lr=0.01)
-        for ids in torch.randint(0, 12, (5, 20)):
-            opt.zero_grad()
-            (table(ids) + bias(ids) - 1).square().mean().backward()
-            opt.step()
-        results.append((table.weight.detach(), bias.weight.detach()))
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7)
-
-
-@each_pair
 def test_every_scheduler_of_the_database_runs(ours, info):
     for scheduler_inputs in info.scheduler_inputs or [[]]:
         table, opt, _ = train(ours, {}, sparse=True, steps=1)

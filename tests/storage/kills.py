@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import math
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -33,7 +33,6 @@ from tests.storage.training import fork, now
 
 ROWS, DIM, BATCH = 2000, 64, 40
 EVERY = 3  # steps between checkpoints
-LAST = 300  # then it starts over
 
 OPTIMIZERS: list[Callable[[Any], RuleOptimizer]] = [
     functools.partial(sparsestep.Adam, lr=0.1),
@@ -113,7 +112,7 @@ class Run:
         return found.hexdigest()
 
 
-def train(folder: Path, kind: int, die_at: int | None, last: int, writer: int) -> None:
+def train(folder: Path, kind: int, die_at: int | None, last: float, writer: int) -> None:
     """Go on from the latest checkpoint; writes a line for everything that is found and done."""
     calls = 0
 
@@ -136,39 +135,47 @@ def train(folder: Path, kind: int, die_at: int | None, last: int, writer: int) -
         tell("step", run.done)
         if run.done % EVERY == 0:
             run.save()
-            tell("saved", run.done, run.digest() if die_at is None else "")
+            tell("saved", run.done, run.digest() if last < math.inf else "")
 
 
-def uninterrupted(folder: Path, kind: int, last: int) -> dict[int, str]:
-    """The digest of a run that is not killed at each checkpoint."""
-    pid, reader = fork(functools.partial(train, folder, kind, None, last))
-    with open(reader) as pipe:
-        lines = [line.split() for line in pipe]
-    assert os.waitpid(pid, 0)[1] == 0
-    return {int(line[1]): line[2] for line in lines if line[0] in ("found", "saved")}
-
-
-def kill_once(folder: Path, kind: int, chance: random.Random) -> tuple[list[str], int, bool]:
-    """Start a process and kill it: what it found, its last checkpoint, whether it was killed."""
-    # A load takes some 15,000 calls.
-    die_at = chance.randint(1, chance.choice((15_000, 60_000))) if chance.random() < 0.5 else None
-    lines_to_read = chance.randint(1, 16)
-    pid, reader = fork(functools.partial(train, folder, kind, die_at, LAST))
-    found, saved, count = [], 0, 0
+def lines_of(folder: Path, kind: int, die_at: int | None, last: float, stop_at: int) -> list[Any]:
+    """Run a process, which is killed after so many lines at the latest; what it has written."""
+    pid, reader = fork(functools.partial(train, folder, kind, die_at, last))
+    lines = []
     with open(reader) as pipe:
         for line in pipe:
-            if not line.endswith("\n"):
-                break
-            words, count = line.split(), count + 1
-            if words[0] == "found":
-                found = words[1:]
-            if words[0] == "saved":
-                saved = int(words[1])
-            if die_at is None and count == lines_to_read:
+            if line.endswith("\n"):
+                lines.append(line.split())
+            if len(lines) == stop_at:
                 os.kill(pid, signal.SIGKILL)  # and what it still wrote is read
     status = os.waitpid(pid, 0)[1]
     assert status in (0, signal.SIGKILL), f"exit status {status}"
-    return found, saved, bool(status)
+    return lines
+
+
+def check(kind: int, kills: int, chance: random.Random) -> None:
+    """Kill a training so often, and compare what each process found with a whole run."""
+    found: list[list[str]] = []
+    saved = 0
+    with tempfile.TemporaryDirectory() as folder:
+        (killed := Path(folder) / "killed").mkdir()
+        (whole := Path(folder) / "whole").mkdir()
+        for turn in range(kills + 1):
+            die_at, last, stop_at = None, math.inf, chance.randint(1, 16)
+            if turn == kills:  # it only tells what it finds
+                last, stop_at = 0, 1000
+            elif chance.random() < 0.5:  # a load takes some 15,000 calls
+                die_at, stop_at = chance.randint(1, chance.choice((15_000, 60_000))), 1000
+            for word, *rest in lines_of(killed, kind, die_at, last, stop_at):
+                if word == "found":
+                    assert int(rest[0]) >= saved, f"{rest[0]} found, {saved} had been saved"
+                    found.append(rest)
+                elif word == "saved":
+                    saved = int(rest[0])
+        lines = lines_of(whole, kind, None, max(int(done) for done, _ in found), -1)
+        expected = {done: digest for word, done, *digest in lines[1:] if word != "step"}
+        for done, digest in found:
+            assert [digest] == expected[done], f"other bits after {done} steps"
 
 
 def main() -> None:
@@ -182,29 +189,10 @@ def main() -> None:
     # So that journals are merged now and then, in such short runs too.
     checkpoint._COMPACT_MIN_BYTES, checkpoint._COMPACT_RATIO = 1, 0.6
     chance = random.Random(options.seed)
-    kills = 0
-    per_kind = -(-options.kills // len(OPTIMIZERS))
     for kind in range(len(OPTIMIZERS)):
-        with tempfile.TemporaryDirectory() as folder:
-            (whole := Path(folder) / "whole").mkdir()
-            (killed := Path(folder) / "killed").mkdir()
-            last = min(LAST, per_kind * 3 * EVERY + 9 * EVERY)
-            expected = uninterrupted(whole, kind, last)
-            saved = 0
-            for _ in range(min(per_kind, options.kills - kills)):
-                found, more, was_killed = kill_once(killed, kind, chance)
-                if found:
-                    done = int(found[0])
-                    assert done >= saved, f"{done} found, {saved} had been saved"
-                    assert found[1] == expected[done], f"other bits after {done} steps"
-                saved = max(saved, more)
-                kills += was_killed or not found
-                print(f"kill {kills} of kind {kind}: found {found[:1]}, saved {saved}", flush=True)
-                if saved >= last - 9 * EVERY or not was_killed:
-                    shutil.rmtree(killed)
-                    killed.mkdir()
-                    saved = 0
-    print(f"{kills} kills, each went on with the same bits")
+        kills = len(range(kind, options.kills, len(OPTIMIZERS)))
+        check(kind, kills, chance)
+        print(f"kind {kind}: {kills} kills, each went on with the same bits", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
+import random
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from sparsestep.storage import checkpoint
+from tests.storage import kills
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has torch")
-@pytest.mark.parametrize(("times", "seed"), [(6, 0), pytest.param(60, 1, marks=pytest.mark.slow)])
-def test_processes_that_were_killed_go_on(times: int, seed: int):
-    command = [sys.executable, "-m", "tests.storage.kills", f"--kills={times}", f"--seed={seed}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith(f"{times} kills, each went on with the same bits\n"), done.stdout
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("kinds", "times"),
+    [
+        ((0, 2, kills.EVICTING), 2),
+        pytest.param(range(len(kills.OPTIMIZERS)), 10, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_that_were_killed_go_on(kinds, times, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkpoint, "_COMPACT_MIN_BYTES", 1)
+    monkeypatch.setattr(checkpoint, "_COMPACT_RATIO", 0.6)
+    chance = random.Random(0)
+    for kind in kinds:
+        kills.check(kind, times, chance)

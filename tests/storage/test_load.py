@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from sparsestep.errors import InputError
-from sparsestep.memory import replace_file
 from sparsestep.memory.mapped_file import file_of
-from sparsestep.storage import mapped
+from sparsestep.storage import checkpoint, mapped
 from tests.storage.training import (
     DIM,
     ROWS,
@@ -59,7 +58,7 @@ FAULTS: list[tuple[Any, str, int, Callable[[], None], type[BaseException]]] = [
     (os, "replace", 1, full, OSError),
     (os, "replace", 2, full, OSError),
     (os, "replace", 3, full, OSError),
-    (replace_file._Swap, "switch", 1, raising(MemoryError), MemoryError),
+    (checkpoint._Swap, "switch", 1, raising(MemoryError), MemoryError),
     (torch, "load", 1, out_of_memory, MemoryError),
     (torch, "empty", 1, out_of_memory, MemoryError),
     (torch.optim.Optimizer, "load_state_dict", 1, out_of_memory, MemoryError),
@@ -139,8 +138,8 @@ def test_a_table_behind_a_link_and_one_without_a_name(tmp_path: Path):
 
 
 KILLED_AT = [
-    (replace_file.Replacements, "prepare", 1),
-    (replace_file._Swap, "rename", 2),
+    (checkpoint.Replacements, "prepare", 1),
+    (checkpoint._Swap, "rename", 2),
 ]
 
 

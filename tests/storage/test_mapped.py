@@ -44,14 +44,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @in_each_place
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_every_optimizer_has_the_bits_that_it_has_in_memory(engine, in_rows, tmp_path: Path):
-    for number, variant in enumerate(EVERY):
+    for number, variant in enumerate(EVERY if engine == "native" else EVERY[::5]):
         make = functools.partial(variant, lr=0.1, engine=engine)
         (folder := tmp_path / str(number)).mkdir()
         table = table_in(folder / "table", optimizer=make if in_rows else None)
         models = embedding(table), embedding(initial())
         optimizers = [make(model.parameters()) for model in models]
         for model, optimizer in zip(models, optimizers, strict=True):
-            train(model, optimizer, 4)
+            train(model, optimizer, 3)
         assert same(*map(now, models, optimizers)), str(variant)
         names = {spec.name for spec in variant.rule.state}
         beside = set() if in_rows else {f"table.{name}" for name in names}
@@ -225,24 +225,13 @@ def test_a_file_is_opened_again(tmp_path: Path):
     assert another.data_ptr() == again.data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "optimizer"),
-    [
-        ((DIM, ROWS), torch.float32, None),
-        ((ROWS, DIM), torch.float64, None),
-        ((ROWS, DIM), torch.float32, sparsestep.SGD),
-        ((ROWS, DIM), torch.float32, sparsestep.Adam([torch.zeros(1)])),
-        ((3, -1), torch.float32, None),
-        ((2.5,), torch.float32, None),
-    ],
-    ids=["shape", "dtype", "optimizer", "instance", "negative", "float"],
-)
-def test_wrong_arguments_are_refused(shape, dtype, optimizer, tmp_path: Path):
+def test_refused_arguments_leave_no_file_and_no_change(tmp_path: Path):
     table = mapped(tmp_path / "table", (ROWS, DIM), optimizer=adam)
-    for path in (tmp_path / "table", tmp_path / "new"):
-        if path.exists() or shape[0] not in (ROWS, DIM):
-            with pytest.raises(sparsestep.InputError):
-                mapped(path, shape, dtype, optimizer=optimizer)
+    for wrong in ({"shape": (3, -1)}, {"shape": (2.5,)}, {"optimizer": sparsestep.SGD([table])}):
+        with pytest.raises(sparsestep.InputError):
+            mapped(tmp_path / "new", **{"shape": (ROWS, DIM), **wrong})
+    with pytest.raises(sparsestep.InputError):
+        mapped(tmp_path / "table", (ROWS, DIM), optimizer=sparsestep.SGD)
     assert os.listdir(tmp_path) == ["table"]
     assert not table.any()
     mapped(tmp_path / "plain", (ROWS, DIM))
@@ -338,11 +327,11 @@ def test_a_second_optimizer_leaves_the_first_alone(in_rows, tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} > {"table", "table.exp_avg"}
 
 
-@pytest.mark.parametrize("shape", [(ROWS, DIM), (1,), (1, 1), (3, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(ROWS, DIM), (1,), (3, 1)], ids=str)
 def test_a_new_optimizer_resets_the_state_in_the_rows(shape, tmp_path: Path):
     """In the same process, and in one that opens the file again."""
     param = nn.Parameter(mapped(tmp_path / "table", shape, optimizer=adam))
-    for _ in range(3):
+    for _ in range(2):
         param = nn.Parameter(mapped(tmp_path / "table", shape))
         opt = adam([param])
         opt.materialize_state()

@@ -75,9 +75,9 @@ def test_rows_are_read_in_the_background(tmp_path: Path):
 def test_a_process_may_end_while_rows_are_read(tmp_path: Path):
     code = """if True:
         import sys, torch, sparsestep
-        table = sparsestep.storage.mapped(sys.argv[1], (1_000_000, 64))
-        for _ in range(30):
-            table.prefetch(torch.randint(1_000_000, (20_000,)))
+        table = sparsestep.storage.mapped(sys.argv[1], (100_000, 64))
+        for _ in range(10):
+            table.prefetch(torch.randint(100_000, (10_000,)))
         print("ok")
     """
     command = [sys.executable, "-c", code, str(tmp_path / "table")]

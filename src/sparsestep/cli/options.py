@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from sparsestep.errors import message
+
+Number = TypeVar("Number", int, float)
 
 
 def add_number(
@@ -26,32 +29,23 @@ def add_number(
 
 def int_in_range(low: int, high: int) -> Callable[[str], int]:
     """Convert to an integer in ``[low, high]``."""
-
-    def convert(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = low - 1
-        if not low <= number <= high:
-            requirement = f"it must be a whole number from {low} to {high}"
-            raise argparse.ArgumentTypeError(message(requirement, repr(text)))
-        return number
-
-    return convert
+    return _in_range(int, low, high, f"a whole number from {low} to {high}")
 
 
 def float_in_range(low: float, high: float) -> Callable[[str], float]:
     """Convert to a number in ``[low, high]``."""
+    return _in_range(float, low, high, f"a number from {low:g} to {high:,g}")
 
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high:
-            requirement = f"it must be a number from {low:g} to {high:,g}"
-            raise argparse.ArgumentTypeError(message(requirement, repr(text)))
-        return value
+
+def _in_range(
+    kind: Callable[[str], Number], low: float, high: float, what: str
+) -> Callable[[str], Number]:
+    def convert(text: str) -> Number:
+        with suppress(ValueError):
+            number = kind(text)
+            if low <= number <= high:
+                return number
+        raise argparse.ArgumentTypeError(message(f"it must be {what}", repr(text)))
 
     return convert
 

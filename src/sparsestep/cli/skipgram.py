@@ -129,18 +129,11 @@ def cooccurring_pairs(files: Iterable[Iterable[str]], known: WordCounts) -> Tens
 
 @dataclass(frozen=True)
 class SkipgramDataset:
-    """Random batches, the same ones every time they are iterated over.
+    """Random batches, the same ones every time they are iterated over."""
 
-    Attributes:
-        pairs: int64 ``[2, n]``, words that stand near each other.
-        counts: how often each word was seen.
-        steps: how many batches there are.
-        seed: of the random draws.
-    """
-
-    pairs: Tensor
-    counts: Sequence[int]
-    steps: int
+    pairs: Tensor  # int64 ``[2, n]``, words that stand near each other
+    counts: Sequence[int]  # how often each word was seen
+    steps: int  # number of batches
     seed: int
     noise: Tensor = field(init=False)
 

@@ -38,21 +38,15 @@ _METADATA = (
     | _getters("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_xla")
     | _getters("is_mps", "is_xpu", "is_hpu", "is_mkldnn", "is_sparse_csr", "is_ort", "is_vulkan")
     | _getters("ndim", "itemsize", "nbytes", "names", "_version", "output_nr", "retains_grad")
-    | _getters(
-        "_base",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "_grad",
-        "_has_symbolic_sizes_strides",
-    )
+    | _getters("_base", "_grad", "_has_symbolic_sizes_strides")
+    | _getters("_backward_hooks", "_post_accumulate_grad_hooks")
     | _methods("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset")
     | _methods("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_conj")
     | _methods("is_neg", "is_signed", "is_shared", "is_pinned", "is_set_to", "is_coalesced")
     | _methods("element_size", "get_device", "data_ptr", "__len__", "register_hook")
     | _methods("register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "has_names")
-    | _methods(
-        "new_zeros", "new_empty", "new_ones", "new_full", "dim_order", "__hash__", "_is_view"
-    )
+    | _methods("new_zeros", "new_empty", "new_ones", "new_full", "dim_order", "__hash__")
+    | _methods("_is_view")
     | {getattr(Tensor, name).__set__ for name in ("grad", "_grad", "requires_grad")}
     | {getattr(Tensor, name).__delete__ for name in ("grad", "_grad")}
     | {torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like}
@@ -115,22 +109,13 @@ class ReadGuard:
         deferred = optimizer.deferred.get(id(table))
         if deferred is None or deferred.in_step or not deferred.has_deferred:
             return
-        rows = self._rows(table, func, args, kwargs)
+        rows, reads = None, _ROW_READS.get(func)
+        if reads is not None:
+            weight, ids = reads(*args, **kwargs)
+            is_table = isinstance(weight, Tensor) and weight.shape == table.shape
+            if is_table and _shares_storage(weight, table):
+                rows = valid_rows(ids, table)
         optimizer.catch_up_rows(table, rows)
-
-    @staticmethod
-    def _rows(table: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reads = _ROW_READS.get(func)
-        if reads is None:
-            return None
-        weight, ids = reads(*args, **kwargs)
-        if (
-            isinstance(weight, Tensor)
-            and weight.shape == table.shape
-            and _shares_storage(weight, table)
-        ):
-            return valid_rows(ids, table)
-        return None
 
     def remove(self) -> None:
         """Remove the guard."""
@@ -221,11 +206,8 @@ def _guarded(found: Any) -> Iterator[Tensor]:
         if hasattr(found, _NAME):
             assert isinstance(found, Tensor)
             yield found
-    elif isinstance(found, tuple | list):
-        for each in found:
-            yield from _guarded(each)
-    elif isinstance(found, dict):
-        for each in found.values():
+    elif isinstance(found, tuple | list | dict):
+        for each in found.values() if isinstance(found, dict) else found:
             yield from _guarded(each)
 
 

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from sparsestep._native import ext
 from sparsestep.engines.finishing import finish
-from sparsestep.rules.idle import AdamDrift, IdleUpdate
+from sparsestep.rules.constraint import RowConstraint
+from sparsestep.rules.idle import AdamDrift, IdleUpdate, SignDrift
 
 # Terms below this, relative to the first, are left out.
 _NEGLIGIBLE = 1e-18
@@ -52,31 +53,29 @@ class StepHistory:
     read per row.
 
     Attributes:
-        idle_update: the rule's.
-        hyperparams: its options; of the learning rates, the latest that was not zero.
-        base: the step that every row has reached.
-        steps: the number of steps since.
-        decays: the factor by which each state decays in a step, by name.
-        powers: the powers of these factors, by name.
         inverse_decay: for each step, 1 / (product of the weight decay factors since base).
-        latest_inverse_decay: that of the latest step.
         sizes: the step size of each step.
         roots: the divisor of the square root in each step.
         centers: for each past step, the ``center`` of the sums over later ones.
         sums: for each past step, the sums over all later ones, relative to ``inverse_decay``; or
             the total of all sizes so far, if the idle update ``has_total``.
-        horizon: number of steps after which a step is negligible.
-        converges: whether the sums converge.
-        center_lag: number of steps from a past step to its center.
+        powers: the powers of ``decays``, by name.
     """
 
-    def __init__(self, idle_update: IdleUpdate, hyperparams: Mapping[str, Any], base: int) -> None:
+    def __init__(
+        self,
+        idle_update: IdleUpdate,
+        hyperparams: Mapping[str, Any],
+        base: int,
+        constraint: RowConstraint | None = None,
+    ) -> None:
         self.idle_update = idle_update
-        self.hyperparams = hyperparams
-        self.base = base
-        self.steps = 0
+        self.hyperparams = hyperparams  # with the latest learning rate that was not zero
+        self.base = base  # the step that every row has reached
+        self.constraint = constraint  # of the norm of every row after every step
+        self.steps = 0  # since base
         self.latest_inverse_decay = 1.0
-        self.decays = idle_update.decays(hyperparams)
+        self.decays = idle_update.decays(hyperparams)  # of each state in a step, by name
         self.eps = idle_update.eps(hyperparams)
         self._prepare_series()
         self._tables = torch.tensor([[1.0], [0.0], [0.0], [0.0]], dtype=torch.float64, device="cpu")
@@ -87,12 +86,13 @@ class StepHistory:
         """Compute the horizon, and powers for the steps within it."""
         idle, decays = self.idle_update, self.decays
         ratio = idle.ratio(decays)
-        self.horizon = _horizon(ratio)
+        self.horizon = _horizon(ratio)  # steps after which a step is negligible
         self.converges = self.horizon < MAX_STEPS
         self._is_summed = ratio > 0.0 and self.converges
         buffer = decays.get(idle.buffer, 1.0)
         root = idle.root_decay(decays) if isinstance(idle, AdamDrift) else 1.0
-        # There the buffer has moved the parameter about half as far as it will.
+        # From a past step to its center, where the buffer has moved the parameter about half as far
+        # as it will.
         self.center_lag = min(self.horizon, math.ceil(1.5 / (1 - buffer))) if buffer < 1 else 1
         self._center = root**self.center_lag
         if self._is_summed:  # from the oldest step within the horizon to the one before
@@ -113,15 +113,10 @@ class StepHistory:
         sums[: len(self.sums)] = self.sums
         by_factor = {factor: _powers(factor, capacity) for factor in set(self.decays.values())}
         powers = {name: by_factor[factor] for name, factor in self.decays.items()}
-        inverse_decay, sizes, roots, centers = tables.unbind()
+        by_step = tables.unbind()
         # Nothing below can fail.
         self.capacity, self._numbers, self._tables = capacity, numbers, tables
-        self.inverse_decay, self.sizes, self.roots, self.centers = (
-            inverse_decay,
-            sizes,
-            roots,
-            centers,
-        )
+        self.inverse_decay, self.sizes, self.roots, self.centers = by_step
         self.sums, self.powers = sums, powers
 
     @staticmethod
@@ -133,6 +128,14 @@ class StepHistory:
     def now(self) -> int:
         """The latest step."""
         return self.base + self.steps
+
+    @property
+    def single_steps(self) -> int:
+        """How many of the steps that a row missed are taken one by one under a constraint.
+
+        Later ones only scale the row, and so may come before the constraint all at once.
+        """
+        return MAX_STEPS if isinstance(self.idle_update, SignDrift) else self.horizon
 
     @property
     def is_half_full(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,12 +29,9 @@ from sparsestep.grads import masks
 from sparsestep.grads.indexed import check_indices
 from sparsestep.memory import lazy
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
-from sparsestep.memory.tensors import memory_of
+from sparsestep.memory.tensors import INDEX_DTYPES, memory_of, out_of_range
 from sparsestep.rules._derive_idle import derive_idle_update
 from sparsestep.rules.rule import Rule
-
-if TYPE_CHECKING:
-    from sparsestep._C import _NativeStep as NativeStep
 
 
 class DeferredOptimizer(Protocol):
@@ -53,25 +50,18 @@ class DeferredOptimizer(Protocol):
         ...
 
 
-_ID_DTYPES = (torch.int64, torch.int32)  # what embeddings take
-
-
 def valid_rows(ids: Any, weight: Tensor) -> Tensor | None:
     """The rows of a table that ids select, flat; ``None`` if any id is invalid."""
     if (
         not isinstance(ids, Tensor)
-        or ids.dtype not in _ID_DTYPES
+        or ids.dtype not in INDEX_DTYPES
         or ids.device != weight.device
         or not (ids.layout is torch.strided or ids.is_nested)
         or not weight.dim()
     ):
         return None
     rows = (ids.values() if ids.is_nested else ids).reshape(-1)
-    if rows.numel():
-        low, high = rows.aminmax()
-        if int(low) < 0 or int(high) >= weight.shape[0]:
-            return None
-    return rows
+    return rows if out_of_range(rows, weight.shape[0]) is None else None
 
 
 _PER_PAGE = 1024  # rows that are initialized together
@@ -80,10 +70,6 @@ _FEW = 1 << 18  # below this, initializing all rows at once is cheaper
 
 class _LazySteps:
     """A step number for each row, written page by page on first use.
-
-    Attributes:
-        values: int32, in the CPU's memory; right for rows that are initialized.
-        pages_left: number of pages that are not initialized.
 
     Example:
         >>> steps = _LazySteps(2_000_000, -1)
@@ -95,8 +81,8 @@ class _LazySteps:
     def __init__(self, num_rows: int, initial: int) -> None:
         self._initial = initial
         self._initialized: Tensor | None = None
-        self.pages_left: int = 0
-        self.values: Tensor
+        self.pages_left: int = 0  # that are not initialized
+        self.values: Tensor  # int32, on the CPU; right for rows that are initialized
         if num_rows < _FEW:
             self.values = torch.full((num_rows,), initial, dtype=torch.int32, device="cpu")
             return
@@ -131,19 +117,7 @@ _MAX_COUNT = 2**31 - 1  # last steps are int32
 
 
 class DeferredRows:
-    """Deferred updates of one parameter: the last step of each row, and the steps since.
-
-    Attributes:
-        rule: whose updates are deferred.
-        num_rows: number of rows.
-        fixed_hyperparams: the options that must not change while rows are deferred.
-        history: the steps since the oldest ``last_step``.
-        movable_rows: the rows that a mask lets move; ``None`` for all.
-        param: the parameter. A strong reference, so that its id stays taken.
-        in_step: a step or a catch-up is running, which may read deferred rows.
-        caught_up_by_user: ``catch_up`` was called since the latest step, as before writing rows.
-        dense_reader: the module that has read all rows since the latest step, if known.
-    """
+    """Deferred updates of one parameter: the last step of each row, and the steps since."""
 
     def __init__(self, settings: GroupSettings, num_rows: int, done: int, *, new: bool) -> None:
         check_count(done)
@@ -151,28 +125,29 @@ class DeferredRows:
         idle = rule.idle_update or derive_idle_update(rule, done + 1, settings.hyperparams)
         self.rule: Rule = rule
         self.num_rows: int = num_rows
-        self.fixed_hyperparams: tuple[Any, ...] = fixed_hyperparams(settings)
+        self._fixed_hyperparams = _fixed_hyperparams(settings)
         self._settings: GroupSettings | None = settings
-        self.history: StepHistory = StepHistory(idle, {**settings.hyperparams, "lr": 0.0}, done)
-        self.movable_rows: Tensor | None = None
-        self.param: Tensor | None = None
+        # The steps since the oldest ``last_step``.
+        hyperparams = {**settings.hyperparams, "lr": 0.0}
+        self.history: StepHistory = StepHistory(idle, hyperparams, done, settings.constraint)
+        self.movable_rows: Tensor | None = None  # those that a mask selects; None for all
+        self.param: Tensor | None = None  # a strong reference, so that its id stays taken
         self._movable_mask: tuple[Tensor, Tensor] | None = None
         self._mask: tuple[Tensor, int | None] | None = None  # and its version
         self._steps = _LazySteps(num_rows, ~done if new else done)
         self._min_step = done  # the step that every row has reached
         self._sweep_position: tuple[int, int] | None = None  # next row, steps when it began
         self._version: tuple[int, int] | None = None  # of the parameter after our latest write
-        self.in_step: bool = False
-        self.caught_up_by_user: bool = False
-        self.dense_reader: str | None = None
+        self.in_step: bool = False  # a step or a catch-up is running, which may read deferred rows
+        self.caught_up_by_user: bool = False  # by ``catch_up``, since the latest step
+        self.dense_reader: str | None = None  # module that read all rows since the latest step
 
     @property
     def last_step(self) -> Tensor:
-        """For each row the step after which it is current, int32.
+        """For each row the step after which it is current, int32, on the CPU.
 
-        ``~step`` for a row that has never had a gradient, so that momentum it does not have is not
-        missed. In the CPU's memory, like the history; rows that were never used may not be
-        initialized.
+        ``~step`` for a row that has never had a gradient: it has missed no momentum. Rows that were
+        never used may not be initialized.
         """
         return self._steps.values
 
@@ -198,7 +173,7 @@ class DeferredRows:
     def matches(self, settings: GroupSettings) -> bool:
         """Whether deferred rows may go on under these settings."""
         if settings is not self._settings:
-            is_same = self.fixed_hyperparams == fixed_hyperparams(settings)
+            is_same = self._fixed_hyperparams == _fixed_hyperparams(settings)
             self._settings = settings if is_same else None
         if self._settings is None:
             return False
@@ -237,13 +212,9 @@ class DeferredRows:
     def prepare_step(
         self, param: Tensor, state: list[Tensor], rows: Tensor, engine: str = "auto"
     ) -> int:
-        """Catch up the rows of the next step, and set ``in_step``.
+        """Catch up the rows of the next step, and set ``in_step``; see ``catch_up``.
 
-        Values keep their meaning: if the step is not done after all, rows are current that would
-        have become so sooner or later.
-
-        Returns:
-            Number of rows whose parameter was not current.
+        If the step fails, these rows are current earlier than necessary, and that is all.
         """
         self.warn_if_modified(param)
         self._warn_dense_reader()
@@ -254,11 +225,9 @@ class DeferredRows:
         return stale
 
     def prepare_commit(self, settings: GroupSettings, param: Tensor | None) -> Callable[[], None]:
-        """Allocate for one more step, with these settings on this parameter.
+        """Allocate for one more step; returns a call that appends it, and may be repeated.
 
-        The result appends the step, once it is done. If memory runs out then, nothing has changed
-        and it can be called again. Without the parameter, writes of other code until the next
-        catch-up go unnoticed.
+        Without the parameter, writes of other code until the next catch-up go unnoticed.
         """
         options, idle, step = settings.hyperparams, self.history.idle_update, self.history.now + 1
         size, root = idle.size(step, options)
@@ -284,9 +253,8 @@ class DeferredRows:
     ) -> tuple[tuple[Tensor, Tensor, int], Callable[[], None]] | None:
         """Prepare another step under the same settings, in which no row has to catch up.
 
-        Returns:
-            The arguments of the core, which checks and then advances the last steps, and a call
-            that appends the step. ``None`` if the step has to be planned.
+        Returns the arguments of the core, which checks and advances the last steps, and a call that
+        appends the step; ``None`` if the step has to be planned.
         """
         history = self.history
         if (
@@ -305,13 +273,9 @@ class DeferredRows:
     def catch_up(
         self, param: Tensor, state: list[Tensor], rows: Tensor | None, *, engine: str = "auto"
     ) -> int:
-        """Make rows current; returns the number of rows whose parameter was not.
+        """Make valid rows current, or all; returns the number of rows whose parameter was not.
 
-        Args:
-            param: the parameter, real.
-            state: its state tensors, real, of the shapes that ``check`` requires.
-            rows: valid rows, possibly repeated; ``None`` for all.
-            engine: as for a step.
+        Parameter and state are real tensors, of the shapes that ``check`` requires.
         """
         rows = None if rows is None else rows.reshape(-1).long()
         if mapped_files:
@@ -334,11 +298,7 @@ class DeferredRows:
             self.in_step = in_step
 
     def catch_up_all(self, param: Tensor, state: list[Tensor], engine: str = "auto") -> int:
-        """Make every row current that may move, and clear the history.
-
-        Returns:
-            Number of rows whose parameter was not current.
-        """
+        """Make every row current that may move, and clear the history; see ``catch_up``."""
         if not self.history.steps:
             return 0
         self.check(param, state)
@@ -354,11 +314,12 @@ class DeferredRows:
     def _rows_to_catch_up(self, param: Tensor) -> Tensor | None:
         """The rows that may have missed something; ``None`` for all.
 
-        Without decay, a row that never had a gradient stays where it is. Writing it all the same
-        takes no longer, but in a file it would take up disk space.
+        Without decay or constraint, a row that never had a gradient does not move. Writing it takes
+        no longer, but in a file it would take up disk space.
         """
         moves_all = (
             self.history.idle_update.recomputes
+            or self.history.constraint is not None
             or self.history.latest_inverse_decay != 1.0
             or any(spec.initial and spec.name in self.history.decays for spec in self.rule.state)
         )
@@ -367,11 +328,7 @@ class DeferredRows:
         return self.movable((~self.never_updated).nonzero().squeeze(1))
 
     def _sweep(self, param: Tensor, state: list[Tensor], engine: str) -> None:
-        """Catch up some more rows, so that the older part of a history can be dropped.
-
-        A few in each step, all of them within a quarter of the steps that a history may have: so no
-        step ever waits for the whole table.
-        """
+        """Catch up a few more rows, so that the oldest steps can be dropped without a long wait."""
         row, began = self._sweep_position or (0, self.history.steps)
         end = min(self.num_rows, row - (-self.num_rows // max(1, histories.MAX_STEPS // 4)))
         device = param.device if self.movable_rows is None else self.movable_rows.device
@@ -465,14 +422,7 @@ class DeferredRows:
         )
 
     def prepare_reset(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The write by which rows are current and have never had a gradient.
-
-        Args:
-            rows: int64 of one dim, on the CPU.
-
-        Returns:
-            A tensor, the rows, and their new value.
-        """
+        """The write that resets rows (int64 on the CPU): the tensor, the rows, their new value."""
         self._steps.initialize(rows)
         value = torch.full((1,), ~self.history.now, dtype=torch.int32, device="cpu")
         return self.last_step, rows, value
@@ -490,27 +440,23 @@ def check_count(steps: int) -> None:
         raise InputError(message(requirement, f"{steps} steps", "Reset the state's 'step'"))
 
 
-def fixed_hyperparams(settings: GroupSettings) -> tuple[Any, ...]:
+def _fixed_hyperparams(settings: GroupSettings) -> tuple[Any, ...]:
     """The options that must not change while rows are deferred; lr and decay may."""
     if settings.rule.idle_update is None:
-        return (settings.rule,)  # a derived idle update is compared in every step
+        # A derived idle update is compared in every step.
+        return settings.rule, settings.constraint
     varying = {"lr", "lr_decay"}
     fixed = {k: v for k, v in settings.hyperparams.items() if k not in varying}
-    return settings.rule.name, tuple(sorted(fixed.items(), key=lambda item: item[0]))
+    ordered = tuple(sorted(fixed.items(), key=lambda item: item[0]))
+    return settings.rule.name, settings.constraint, ordered
 
 
 class _Pending(NamedTuple):
-    """An update whose rows catch up first.
-
-    Attributes:
-        indices: of its gradient, before a mask makes that smaller.
-        state: before a first step creates it.
-        selection: of its mask.
-    """
+    """An update whose rows catch up first."""
 
     update: ParamUpdate
-    indices: Tensor | None
-    state: list[Tensor] | None
+    indices: Tensor | None  # of its gradient, before a mask makes that smaller
+    state: list[Tensor] | None  # before a first step creates it
     selection: masks.MaskSelection | None
 
     @property
@@ -520,23 +466,15 @@ class _Pending(NamedTuple):
 
 
 class StepCatchUp:
-    """The catch-up of one step: prepared and committed like an engine's updates.
-
-    Args:
-        deferred: the optimizer's.
-        engine: as for a step.
-
-    Attributes:
-        new: entries that ``deferred`` does not hold yet, and has to when the step is done.
-        calls: append the step; to be made last, for they remember the parameters' versions.
-    """
+    """The catch-up of one step: prepared and committed like an engine's updates."""
 
     def __init__(self, deferred: dict[int, DeferredRows], engine: str) -> None:
         self._deferred = deferred
         self._engine = engine
         self._pending: list[_Pending] = []
         self._prepared: list[DeferredRows] = []
-        self.new: list[tuple[int, DeferredRows]] = []
+        self.new: list[tuple[int, DeferredRows]] = []  # for ``deferred``, when the step is done
+        # Append the step; to be called last, because they read the parameters' versions.
         self.calls: list[Callable[[], object]] = []
 
     def __bool__(self) -> bool:
@@ -631,11 +569,7 @@ def replay_dense_step(
     addresses: dict[int, tuple[Any, ...]],
     deferred: dict[int, DeferredRows],
 ) -> bool:
-    """Repeat a step with new gradients if no row of them has to catch up; see ``replay_step``.
-
-    Returns:
-        False, and nothing has changed, if it has to be planned.
-    """
+    """Repeat a step with new gradients if no row of them has to catch up; see ``replay_step``."""
     assert ext is not None
     last_steps: list[tuple[Tensor, Tensor, int]] = []
     calls: list[Callable[[], None]] = []
@@ -655,13 +589,13 @@ def replay_dense_step(
         groups, cached.cached_groups, state, addresses, threads, last_steps
     ):
         return False
-    uninterrupted(partial(_commit_replay, work, calls))
+
+    def commit() -> None:
+        work.commit()
+        finish(calls)
+
+    uninterrupted(commit)
     return True
-
-
-def _commit_replay(work: NativeStep, calls: list[Callable[[], None]]) -> None:
-    work.commit()
-    finish(calls)
 
 
 def as_real_rows(param: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

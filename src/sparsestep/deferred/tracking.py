@@ -12,25 +12,44 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sparsestep._torch import hook_averaged_models, own_parameters, unhook_averaged_models
+from sparsestep._torch import (
+    hook_averaged_models,
+    is_exporting,
+    own_parameters,
+    unhook_averaged_models,
+)
 from sparsestep.deferred.guard import GuardedParameter, ReadGuard
 from sparsestep.deferred.rows import DeferredOptimizer, valid_rows
 from sparsestep.errors import InputError, StaleWarning, message, warn
 
-_trackers: Any = WeakIdKeyDictionary()  # a weak reference to the optimizer, by parameter
+_trackers: Any = WeakIdKeyDictionary()  # weak references to optimizers, by parameter
 
 
 def _register_tracker(owner: DeferredOptimizer, params: Iterable[Tensor]) -> Callable[[], None]:
     """Register the optimizer that tracks these parameters; returns the call that undoes it."""
     for param in params:
-        _trackers[param] = weakref.ref(owner)
+        _trackers.setdefault(param, []).append(weakref.ref(owner))
 
     def unregister() -> None:
         for param in params:
-            if param in _trackers and _trackers[param]() is owner:
-                del _trackers[param]
+            owners = _trackers.get(param, [])
+            owners[:] = [each for each in owners if each() not in (owner, None)]
+            if not owners:
+                _trackers.pop(param, None)
 
     return unregister
+
+
+def catch_up_tracked(param: Tensor, ids: Any) -> None:
+    """Catch up the rows of a parameter that an operation of a graph reads, if it is tracked."""
+    owners = _trackers.get(param) if _trackers else None
+    inside = None if owners is None else valid_rows(ids, param)
+    if owners is None or inside is None:  # the operation raises if an id is invalid
+        return
+    for owner in owners:
+        optimizer = owner()
+        if optimizer is not None:
+            optimizer.catch_up_rows(param, inside)
 
 
 def warn_if_tracked_elsewhere(name: str, params: Iterable[Tensor]) -> None:
@@ -40,7 +59,7 @@ def warn_if_tracked_elsewhere(name: str, params: Iterable[Tensor]) -> None:
     """
     if not _trackers:
         return
-    others = (_trackers[param]() for param in params if param in _trackers)
+    others = (owner() for param in params for owner in _trackers.get(param, ()))
     other = next((type(other).__name__ for other in others if other is not None), None)
     if other is not None:
         warn(
@@ -164,16 +183,14 @@ class Tracking:
     def _hook_forward(self, module: nn.Module, *, own: bool) -> None:
         if hasattr(type(module), "rows_read"):
             before: Any = self._before_declared_reads
+        elif not own:
+            return
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            if not own:
-                return
             before = self._before_lookup
             if module.max_norm is not None:  # renormalizes the rows that it reads
                 self._undo.append(module.register_forward_hook(self._after_renorm).remove)
-        elif own:
-            before = self._before_dense_read
         else:
-            return
+            before = self._before_dense_read
         self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
 
     def _hook_state_dict(self, module: nn.Module) -> None:
@@ -186,6 +203,8 @@ class Tracking:
     def _before_lookup(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if _is_in_graph(module, args, kwargs):
+            return
         weight = module.weight
         assert isinstance(weight, Tensor)
         self._read(weight, args[0] if args else kwargs.get("input"))
@@ -193,6 +212,8 @@ class Tracking:
     def _before_declared_reads(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if _is_in_graph(module, args, kwargs):
+            return
         for weight, ids in module.rows_read(*args, **kwargs):
             self._read(weight, ids)
 
@@ -261,6 +282,13 @@ class Tracking:
         if self._optimizer is not None:
             self._optimizer.catch_up()
         return _untracked, ()
+
+
+def _is_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a lookup is an operation of a graph, which catches up rows itself."""
+    if not torch.compiler.is_compiling() or is_exporting():
+        return False
+    return hasattr(type(module), "fits_graph") and bool(module.fits_graph(*args, **kwargs))
 
 
 def _param_aliased_by(optimizer: DeferredOptimizer, weight: Tensor) -> Tensor:

@@ -76,16 +76,13 @@ _MUST_AGREE = ("operation", "table", "sequence", "num_tables")
 
 
 class PeerStatus:
-    """The status of all ranks.
-
-    Attributes:
-        counts: for each rank, the numbers that it has for this one alone.
-    """
+    """The status of all ranks."""
 
     def __init__(self, incoming: Tensor) -> None:
-        rows: list[list[int]] = incoming.tolist()
-        self._of = {name: [row[n] for row in rows] for n, name in enumerate(_FIELDS)}
-        self.counts: list[list[int]] = [row[len(_FIELDS) :] for row in rows]
+        columns: list[list[int]] = incoming[:, : len(_FIELDS)].t().tolist()
+        self._of = dict(zip(_FIELDS, columns, strict=True))
+        # For each rank, the numbers that it has for this one alone.
+        self.counts: Tensor = incoming[:, len(_FIELDS) :]
 
     def __getitem__(self, name: str) -> list[int]:
         return self._of[name]
@@ -129,12 +126,14 @@ def handshake(
     peers = certain(lambda: PeerStatus(incoming))
     if error is not None:
         raise error
-    for rank, failure in enumerate(peers["error"]):
-        if failure:
-            what = f"rank {rank}, which {peers.describe(rank, names)}, {describe_failure(failure)}"
-            raise InputError(f"{what}; see that rank's message. Nothing has changed on any rank.")
-    for rank in range(world_size):
-        if any(peers[name][rank] != int(getattr(status, name)) for name in _MUST_AGREE):
+    if any(peers["error"]):
+        rank, failure = next((n, each) for n, each in enumerate(peers["error"]) if each)
+        what = f"rank {rank}, which {peers.describe(rank, names)}, {describe_failure(failure)}"
+        raise InputError(f"{what}; see that rank's message. Nothing has changed on any rank.")
+    numbers = {name: int(getattr(status, name)) for name in _MUST_AGREE}
+    if any(peers[name].count(mine) < world_size for name, mine in numbers.items()):
+        ranks = range(world_size)
+        for rank in (r for r in ranks if any(peers[name][r] != numbers[name] for name in numbers)):
             requirement = "all ranks must call sharded tables in the same order"
             here, there = (peers.describe(each, names) for each in (collectives.rank, rank))
             got = f"rank {collectives.rank}, which {here}, and rank {rank}, which {there}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -32,15 +33,7 @@ _INT32_ROWS = 1 << 31  # row numbers of smaller shards are sent as int32
 
 
 class ShardedTable:
-    """A table of which each rank has a shard.
-
-    Attributes:
-        weight: this rank's shard. All ranks have equally many round-robin rows: the last one of
-            some is no row of the table.
-        local: the ordinary module that looks up rows of the shard.
-        spec: has the options and the shape of the whole table, for checks of ids; no memory.
-        local_weight: the rows of the shard, until the module has them.
-    """
+    """A table of which each rank has a shard."""
 
     def __init__(
         self,
@@ -60,14 +53,15 @@ class ShardedTable:
         self.order: SumOrder = order
         self.rows: int = module.num_embeddings
         self.dim: int = module.embedding_dim
+        # This rank's shard. All have equally many round-robin rows: the last of some is no row.
         self.weight: Tensor = module.weight
         self.is_bag: bool = isinstance(module, nn.EmbeddingBag)
         self.mode: str = getattr(module, "mode", "sum")
         self.padding_idx: int | None = module.padding_idx
         self.scale_grad_by_freq: bool = bool(module.scale_grad_by_freq)
-        self.spec: Any = _shape_only_module(module, self.name)
-        self.local_weight: Tensor = module.weight.detach()
-        self.local: Embedding | EmbeddingBag | None = None
+        self.spec: Any = _shape_only_module(module, self.name)  # of the whole table, for checks
+        self.local_weight: Tensor = module.weight.detach()  # the shard, until the module has it
+        self.local: Embedding | EmbeddingBag | None = None  # looks up rows of the shard
         self._has_max_norm = module.max_norm is not None
 
     @property
@@ -216,7 +210,8 @@ class LookupHandle:
 
     sequence: int  # the same on all ranks
     table: ShardedTable
-    bags_per_rank: list[int]
+    num_bags: int
+    bags_per_rank: Tensor
     is_partial: bool  # every rank has got its part of all bags
     inverse: Tensor | None  # of deduplicated ids
     grad_fn: RowGradFn | None = None  # of a replicated table
@@ -227,30 +222,30 @@ class ServedLookup(NamedTuple):
 
     table: ShardedTable
     grad_fn: RowGradFn | None  # None: replicated, each rank has its own
-    bags_per_rank: list[int]
+    bags_per_rank: Tensor
 
 
 _indices = itertools.count()
+_num_groups: Counter[str] = Counter()  # by the name of their process group
 
 
 class TableGroup:
-    """The tables of one ``shard()`` call, and which of their lookups may still get a gradient.
-
-    Attributes:
-        index: in the order in which groups were made.
-        sequence: the number of lookups; that of the next handle.
-        pending: the handles of this rank whose gradient may still come.
-        served: the lookups that this rank has answered, by sequence number.
-    """
+    """The tables of one ``shard()`` call, and which of their lookups may still get a gradient."""
 
     def __init__(
         self, collectives: Collectives, tables: Sequence[ShardedTable], max_tables: int
     ) -> None:
-        self.index: int = next(_indices)
+        self.index: int = next(_indices)  # in the order in which groups were made
+        # The same on every rank, also if ranks have called shard() for other groups meanwhile.
+        group = collectives.group
+        name = "" if group is None else str(group.group_name)
+        self.key: tuple[str, int] = (name, _num_groups[name])
+        _num_groups[name] += 1
         self.collectives: Collectives = collectives
         self.tables: Sequence[ShardedTable] = tables
         self.num_counts: int = NUM_COUNTS * max_tables  # per rank, at the start of an exchange
-        self.sequence: int = 0
+        self.sequence: int = 0  # number of lookups; that of the next handle
+        # The lookups of this rank whose gradient may still come, and those that it has answered.
         self.pending: WeakValueDictionary[int, LookupHandle] = WeakValueDictionary()
         self.served: dict[int, ServedLookup] = {}
 

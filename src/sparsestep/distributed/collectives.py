@@ -6,23 +6,16 @@ incoming ones, still takes part and reports its error, and every rank raises.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsestep._torch import group_timeout
-from sparsestep.distributed._packing import (
-    BufferReader,
-    LocalReader,
-    as_bytes,
-    pack_bytes,
-    read_all,
-)
+from sparsestep._native import ext
+from sparsestep._torch import group_timeout, stack
 from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, is_out_of_memory
 
@@ -35,8 +28,6 @@ MAX_MESSAGE_BYTES = 64 << 20
 # run out of memory, so ranks need not ask each other first whether they have any.
 _BUFFER_BYTES = 1 << 20
 _BUFFER_BYTES_PER_RANK = 64 << 10
-
-Outgoing = Sequence[Sequence[Tensor]]
 
 # Status of a rank, and how the others describe it.
 _OK, _REJECTED, _MEMORY, _INTERRUPTED, _OTHER = range(5)
@@ -95,23 +86,78 @@ def new_group(backend: str | None = None) -> ProcessGroup:
     return group
 
 
+# Messages
+
+
+Sections = list[Tensor | None]  # contiguous; None: empty
+
+
+def pack(sections: Sections, sizes: Tensor, own: int, gap: int, buffer: Tensor) -> None:
+    """Write a message for each rank but ``own``: its bytes of every section, then a gap.
+
+    ``sizes`` has a row for each rank. A section is split among ranks as its column says; one that
+    is as long as each of its sizes goes to every rank.
+    """
+    assert ext is not None
+    ext.pack_messages(sections, sizes, own, gap, buffer)
+
+
+@dataclass
+class Messages:
+    """What all ranks have sent. It has to be read before the next transfer."""
+
+    buffer: Tensor
+    sizes: Tensor  # bytes of each rank's sections
+    rank: int
+    gap: int  # bytes after each message
+    own: Sections  # this rank's own sections, which are never sent
+    own_sizes: Tensor
+
+    def read(self, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """Each section, of all ranks in their order."""
+        if len(self.sizes) == 1:
+            return [
+                torch.empty(0, dtype=dtype) if section is None else section.reshape(-1)
+                for section, dtype in zip(self.own, dtypes, strict=True)
+            ]
+        totals = self.sizes.sum(0).tolist()
+        found = [
+            torch.empty(total // dtype.itemsize, dtype=dtype)
+            for total, dtype in zip(totals, dtypes, strict=True)
+        ]
+        unpack(self, found)
+        return found
+
+
+def unpack(messages: Messages, sections: Sequence[Tensor]) -> None:
+    """Copy the sections of all ranks out of their messages."""
+    assert ext is not None
+    some: Sections = [each if each.numel() else None for each in sections]
+    ext.unpack_messages(
+        messages.buffer,
+        messages.sizes,
+        messages.rank,
+        messages.gap,
+        some,
+        messages.own,
+        messages.own_sizes,
+    )
+
+
 class ScatteredRows(NamedTuple):
     """Rows that ranks have sent each other."""
 
-    pieces: list[Tensor]  # from each rank
-    counts: list[int]  # rows that this rank has sent to each
+    rows: Tensor  # from all ranks
+    incoming_counts: Tensor  # rows from each rank
+    outgoing_counts: Tensor  # rows that this rank has sent to each
     order: Tensor  # which row each of these was
     max_count: int  # most rows that any rank has sent another
 
 
 class Collectives:
-    """The ranks of a process group; without one, this process alone.
+    """The ranks of a process group; without one, this process alone."""
 
-    Attributes:
-        is_lost: whether an exchange has failed half-way, for example after a timeout: ranks are no
-            longer in step, so there is no way to tell the others.
-    """
-
+    # An exchange has failed half-way, for example after a timeout: the others cannot be told.
     is_lost: bool = False
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -122,9 +168,8 @@ class Collectives:
 
     def _allocate_buffers(self) -> None:
         size = max(_BUFFER_BYTES, _BUFFER_BYTES_PER_RANK * self.world_size)
-        size = size if self.world_size > 1 else 0
-        self._outgoing = torch.empty(size, dtype=torch.uint8)
-        self._incoming = torch.empty(size, dtype=torch.uint8)
+        shape = 2, size if self.world_size > 1 else 0
+        self._outgoing, self._incoming = torch.empty(shape, dtype=torch.uint8)
 
     def all_to_all_rows(self, outgoing: Tensor) -> Tensor:
         """Send row ``r`` of a matrix to rank ``r``; get a row from each."""
@@ -160,96 +205,84 @@ class Collectives:
 
     def all_to_all(
         self,
-        outgoing: Outgoing | Callable[[], Outgoing],
-        incoming_sizes: Sequence[int],
+        outgoing: Callable[[], Sections],
+        outgoing_sizes: Tensor,
+        incoming_sizes: Tensor,
         max_bytes: int,
-        outgoing_sizes: Sequence[int] | None = None,
-    ) -> list[BufferReader]:
-        """Send tensors to each rank; return a reader per rank. A rank's own tensors are not sent.
+    ) -> Messages:
+        """Send sections to all ranks, as ``pack`` does. A rank's own are not sent.
 
-        Atomic: if one rank raises before its messages are sent, all do. Messages have to be read
-        before the next transfer.
-
-        Args:
-            outgoing: for each rank, contiguous tensors, or a function that returns them. What the
-                function raises counts as this rank's error.
-            incoming_sizes: bytes from each rank.
-            max_bytes: the most bytes that any rank sends another; the same on all ranks.
-            outgoing_sizes: bytes to each rank; required if ``outgoing`` is a function.
+        Sizes have a row for each rank and a column for each section, in bytes. If ``outgoing``
+        raises on one rank, all ranks raise. All ranks pass the same ``max_bytes``, of a message.
         """
-        if not callable(outgoing):
-            made = outgoing
-            outgoing_sizes = [sum(each.nbytes for each in tensors) for tensors in made]
-            return self.all_to_all(lambda: made, incoming_sizes, max_bytes, outgoing_sizes)
+        gap, buffer, own = 0, self._incoming, []
         if self.world_size == 1:
-            return [LocalReader(outgoing()[0])]
-        assert outgoing_sizes is not None
-        outgoing_sizes, incoming_sizes = list(outgoing_sizes), list(incoming_sizes)
-        outgoing_sizes[self.rank] = incoming_sizes[self.rank] = 0
-        fits_buffers = (max_bytes + 1) * self.world_size <= len(self._outgoing)
-        if fits_buffers and max_bytes <= MAX_MESSAGE_BYTES:
-            return self._send_small(outgoing, outgoing_sizes, incoming_sizes)
-        return self._send_large(outgoing, outgoing_sizes, incoming_sizes, max_bytes)
+            own = outgoing()
+        elif self._fits_buffers(max_bytes):
+            gap = 1
+            own = self._send_small(outgoing, outgoing_sizes, incoming_sizes)
+        else:
+            own, buffer = self._send_large(outgoing, outgoing_sizes, incoming_sizes, max_bytes)
+        return certain(
+            lambda: Messages(buffer, incoming_sizes, self.rank, gap, own, outgoing_sizes)
+        )
+
+    def _fits_buffers(self, max_bytes: int) -> bool:
+        fits = (max_bytes + 1) * self.world_size <= len(self._outgoing)
+        return fits and max_bytes <= MAX_MESSAGE_BYTES
+
+    def _message_sizes(self, sizes: Tensor) -> Tensor:
+        """The bytes of each rank's message."""
+        found = sizes.sum(1)
+        found[self.rank] = 0
+        return found
 
     def _send_small(
-        self,
-        outgoing: Callable[[], Outgoing],
-        outgoing_sizes: list[int],
-        incoming_sizes: list[int],
-    ) -> list[BufferReader]:
+        self, outgoing: Callable[[], Sections], outgoing_sizes: Tensor, incoming_sizes: Tensor
+    ) -> Sections:
         """Each message ends with the status of its sender; no memory is needed to get that far."""
-        own: Sequence[Tensor] = ()
+        sent_sizes = certain(lambda: self._message_sizes(outgoing_sizes) + 1)
+        received_sizes = certain(lambda: self._message_sizes(incoming_sizes) + 1)
+        sent_ends = certain(lambda: sent_sizes.cumsum(0))
+        received_ends = certain(lambda: received_sizes.cumsum(0))
+        sent = certain(lambda: self._outgoing[: sent_ends[-1]])
+        received = certain(lambda: self._incoming[: received_ends[-1]])
+        own: Sections = []
         with Caught() as caught:
-            made = outgoing()
-            own = made[self.rank]
-            for rank, begin in enumerate(_message_starts(outgoing_sizes)):
-                for each in made[rank] if rank != self.rank else ():
-                    self._outgoing[begin : (begin := begin + each.nbytes)] = as_bytes(each)
+            own = outgoing()
+            pack(own, outgoing_sizes, self.rank, 1, sent)
         status = status_of(caught.error)
-        for begin, size in zip(_message_starts(outgoing_sizes), outgoing_sizes, strict=True):
-            certain(partial(self._outgoing.__setitem__, begin + size, status))
-        self._exchange_bytes(
-            self._outgoing[: sum(outgoing_sizes) + self.world_size],
-            self._incoming[: sum(incoming_sizes) + self.world_size],
-            [size + 1 for size in outgoing_sizes],
-            [size + 1 for size in incoming_sizes],
-        )
-        starts = _message_starts(incoming_sizes)
-        ends = [begin + size for begin, size in zip(starts, incoming_sizes, strict=True)]
-        raise_failure(certain(lambda: [int(self._incoming[end]) for end in ends]), caught.error)
-        spans = list(zip(starts, ends, strict=True))
-        buffer = self._incoming
-        readers = certain(lambda: [BufferReader(buffer[b:e], is_shared=True) for b, e in spans])
-        readers[self.rank] = LocalReader(own)
-        return readers
+        certain(lambda: sent.index_fill_(0, sent_ends - 1, status))
+        sizes = certain(lambda: (sent_sizes.tolist(), received_sizes.tolist()))
+        self._exchange_bytes(sent, received, *sizes)
+        raise_failure(certain(lambda: received[received_ends - 1].tolist()), caught.error)
+        return own
 
     def _send_large(
         self,
-        outgoing: Callable[[], Outgoing],
-        outgoing_sizes: list[int],
-        incoming_sizes: list[int],
+        outgoing: Callable[[], Sections],
+        outgoing_sizes: Tensor,
+        incoming_sizes: Tensor,
         max_bytes: int,
-    ) -> list[BufferReader]:
+    ) -> tuple[Sections, Tensor]:
         """Allocate, then ask all ranks whether they could, then send; in chunks if it is much."""
         is_chunked = max_bytes > MAX_MESSAGE_BYTES
         with Caught() as caught:
-            made = outgoing()
-            own = made[self.rank]
-            messages = [[] if rank == self.rank else each for rank, each in enumerate(made)]
-            incoming = torch.empty(sum(incoming_sizes), dtype=torch.uint8)
+            own = outgoing()
+            sizes = [
+                self._message_sizes(each).tolist() for each in (outgoing_sizes, incoming_sizes)
+            ]
+            packed, incoming = (torch.empty(sum(each), dtype=torch.uint8) for each in sizes)
+            pack(own, outgoing_sizes, self.rank, 0, packed)
             if is_chunked:
-                pieces = [pack_bytes(tensors) for tensors in messages]
                 staged = torch.empty(2, self.world_size * MAX_MESSAGE_BYTES, dtype=torch.uint8)
-            else:
-                packed = pack_bytes([each for tensors in messages for each in tensors])
         self.check(caught.error)
         if is_chunked:
-            self._exchange_chunks(pieces, list(incoming.split(incoming_sizes)), staged, max_bytes)
+            sent, received = packed.split(sizes[0]), incoming.split(sizes[1])
+            self._exchange_chunks(sent, received, staged, max_bytes)
         else:
-            self._exchange_bytes(packed, incoming, outgoing_sizes, incoming_sizes)
-        readers = [BufferReader(message) for message in incoming.split(incoming_sizes)]
-        readers[self.rank] = LocalReader(own)
-        return readers
+            self._exchange_bytes(packed, incoming, *sizes)
+        return own, incoming
 
     def _exchange_chunks(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], staged: Tensor, max_bytes: int
@@ -268,50 +301,46 @@ class Collectives:
             for chunk, piece in zip(wanted, buffers[1].split(incoming_sizes), strict=True):
                 chunk.copy_(piece)
 
+    def all_gather(self, mine: Tensor, counts: Tensor) -> Tensor:
+        """The elements of all ranks, which have as many as ``counts`` says."""
+        incoming_sizes = (counts * mine.dtype.itemsize).unsqueeze(1)
+        outgoing_sizes = torch.full_like(incoming_sizes, mine.nbytes)
+        max_bytes = int(incoming_sizes.max())
+        messages = self.all_to_all(lambda: [mine], outgoing_sizes, incoming_sizes, max_bytes)
+        return messages.read([mine.dtype])[0]
+
     def all_gather_texts(self, text: str) -> list[str]:
         """The texts of all ranks."""
         message = torch.tensor(list(text.encode()), dtype=torch.uint8)
         counts = self.check(None, len(message))
-        readers = self.all_to_all([[message]] * self.world_size, counts, max(counts))
-        pieces = read_all(readers, counts, torch.uint8)
-        return [bytes(each.tolist()).decode() for each in pieces]
+        whole = self.all_gather(message, torch.tensor(counts))
+        return [bytes(each.tolist()).decode() for each in whole.split(counts)]
 
     def scatter_rows(self, rows: Tensor, ranks: Tensor) -> ScatteredRows:
         """Send each row of a contiguous tensor to a rank."""
-        counts: list[int] = ranks.bincount(minlength=self.world_size).tolist()
-        numbers = torch.tensor([[count, max(counts)] for count in counts])
-        incoming = self.all_to_all_rows(numbers).tolist()
-        max_count = max(largest for _, largest in incoming)
+        counts = ranks.bincount(minlength=self.world_size)
+        numbers = stack([counts, counts.max().expand_as(counts)]).t().contiguous()
+        received, largest = self.all_to_all_rows(numbers).unbind(1)
+        max_count = int(largest.max())
         order = ranks.argsort(stable=True)
-        received = [count for count, _ in incoming]
-        pieces = self.exchange_rows(
-            lambda: rows[order].split(counts), counts, received, max_count, rows[:0]
-        )
-        return ScatteredRows(pieces, counts, order, max_count)
+        found = self.exchange_rows(lambda: rows[order], counts, received, max_count, rows[:0])
+        return ScatteredRows(found, received, counts, order, max_count)
 
     def exchange_rows(
         self,
-        outgoing: Callable[[], Sequence[Tensor]],
-        outgoing_counts: Sequence[int],
-        incoming_counts: Sequence[int],
+        outgoing: Callable[[], Tensor],
+        outgoing_counts: Tensor,
+        incoming_counts: Tensor,
         max_count: int,
         like: Tensor,
-    ) -> list[Tensor]:
-        """Send rows with the shape and dtype of ``like`` to each rank; return those of each."""
-        width, shape, dtype = like.shape[1:].numel(), like.shape[1:], like.dtype
-        row_bytes = width * dtype.itemsize
-        readers = self.all_to_all(
-            lambda: [[piece] for piece in outgoing()],
-            incoming_sizes=[count * row_bytes for count in incoming_counts],
-            max_bytes=max_count * row_bytes,
-            outgoing_sizes=[count * row_bytes for count in outgoing_counts],
+    ) -> Tensor:
+        """Send rows with the shape and dtype of ``like``, in the order of ranks; return theirs."""
+        row_bytes = like.shape[1:].numel() * like.dtype.itemsize
+        messages = self.all_to_all(
+            lambda: [outgoing().contiguous()],
+            outgoing_counts.unsqueeze(1) * row_bytes,
+            incoming_counts.unsqueeze(1) * row_bytes,
+            max_count * row_bytes,
         )
-        pieces = read_all(readers, [count * width for count in incoming_counts], dtype)
-        return [
-            piece.view(count, *shape) for piece, count in zip(pieces, incoming_counts, strict=True)
-        ]
-
-
-def _message_starts(sizes: Sequence[int]) -> list[int]:
-    """Where messages begin that are followed by a byte each."""
-    return list(itertools.accumulate([size + 1 for size in sizes[:-1]], initial=0))
+        count = int(incoming_counts.sum())
+        return messages.read([like.dtype])[0].view(count, *like.shape[1:])

@@ -8,15 +8,15 @@ sends all others the rows that it has summed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
+from sparsestep._torch import stack
 from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus
-from sparsestep.distributed._packing import concat, read_all, split_by_rank, sum_duplicates
 from sparsestep.distributed._table import (
     NUM_COUNTS,
     LookupHandle,
@@ -24,11 +24,19 @@ from sparsestep.distributed._table import (
     ShardedTable,
     TableGroup,
 )
-from sparsestep.distributed.collectives import Caught, Collectives
+from sparsestep.distributed.collectives import Caught, Collectives, Sections
+from sparsestep.distributed.lookup import sum_duplicates
+from sparsestep.engines.finishing import certain
 from sparsestep.errors import InputError, message
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
-from sparsestep.grads.exchange import PendingGrad, dense_grad_error, register, source_of
+from sparsestep.grads.exchange import (
+    GradUndo,
+    PendingGrad,
+    dense_grad_error,
+    register,
+    source_of,
+)
 from sparsestep.grads.indexed import IndexedGrad
 
 
@@ -45,32 +53,51 @@ class ShardedGradSource(TableGroup):
             register(table.weight, self)
 
     @torch.no_grad()
-    def exchange_grads(self, facts: Facts, error: BaseException | None = None) -> ExchangedGrads:
+    def skip_exchange(self) -> ExchangedGrads | None:
+        """Remove placeholders if this rank has no gradient to send; ``None`` if it has."""
+        weights = _weights(self.tables)
+        pending = [part for weight in weights for part in _pending_parts(weight.grad)]
+        if any(part.handle is not None for part in pending):
+            return None
+        skipped = ExchangedGrads(self.tables)
+        for weight in weights:
+            _remove_placeholder(weight)
+        return skipped
+
+    @torch.no_grad()
+    def exchange_grads(
+        self,
+        facts: Facts,
+        error: BaseException | None = None,
+        skipped: GradUndo | None = None,
+    ) -> GradUndo:
         """Exchange all pending gradients; ranks have to agree before any of them uses these."""
         world_size, tables = self.collectives.world_size, self.tables
         status, counts = self.status(ExchangeKind.EXCHANGE_GRADS), None
         outgoing: list[OutgoingGrad] = []
-        headers = torch.empty(0, dtype=torch.int64)
-        sizes = [0] * world_size
+        headers = sizes = torch.empty(0, dtype=torch.int64)
         frozen = ", ".join(repr(t.name) for t in tables if not t.weight.requires_grad) or "none"
         with Caught(error) as caught:
             outgoing = collect_pending(tables)
             numbers = [number for each in outgoing for number in each.header()]
             headers = torch.tensor(numbers, dtype=torch.int64)
-            sizes = [sum(each.nbytes_for(rank) for each in outgoing) for rank in range(world_size)]
-            status.value, status.max_bytes = len(outgoing), max(sizes)
-            counts = self.new_counts()
+            status.value, counts = len(outgoing), self.new_counts()
+            if outgoing:
+                sizes = _section_sizes(outgoing, world_size)
+                status.max_bytes = int(sizes.sum((0, 1)).max())
             if len(headers) <= self.num_counts:
                 counts[:, : len(headers)] = headers
         peers = self.handshake(status, counts, caught.error, {**facts, "frozen tables": frozen})
-        read: Callable[[], dict[tuple[int, int], ReceivedGrad]] = dict
-        announced: list[list[GradHeader]] = []
+        if skipped is not None and not any(peers["value"]):
+            skipped.is_agreed = True
+            return skipped
+        read: Callable[[], list[ReceivedGrad]] = list
         if any(peers["value"]):
             announced = _all_headers(self, peers, headers)
-            read = _send_grads(self, outgoing, announced, max(peers["max_bytes"]), sizes)
+            read = _send_grads(self, outgoing, sizes, announced, max(peers["max_bytes"]))
         exchanged = ExchangedGrads(tables)
         with exchanged:
-            for index, grads in _received_grads(self, announced, read()).items():
+            for index, grads in _received_grads(self, read()).items():
                 _assign_grad(tables[index], grads)
             for weight in _weights(tables):
                 _remove_placeholder(weight)
@@ -123,12 +150,6 @@ class OutgoingGrad(NamedTuple):
     values: Tensor
     indices: Tensor | None = None  # of a replicated table
 
-    def nbytes_for(self, rank: int) -> int:
-        """Bytes that another rank gets."""
-        if self.indices is None:
-            return self.handle.bags_per_rank[rank] * self.handle.table.row_bytes
-        return self.indices.nbytes + self.values.nbytes
-
     def header(self) -> GradHeader:
         """Its announcement."""
         if self.indices is None:
@@ -143,31 +164,39 @@ class GradHeader(NamedTuple):
     entries: int = -1  # of a replicated table
     slot_size: int = 0
 
-    def nbytes_from(self, served: ServedLookup, rank: int) -> int:
-        """Bytes that this rank gets from another."""
-        if self.entries < 0:
-            return served.bags_per_rank[rank] * served.table.row_bytes
-        return self.entries * (8 + self.slot_size * served.table.weight.dtype.itemsize)
+
+class AnnouncedGrads(NamedTuple):
+    """The gradients of all ranks, in the order of lookups."""
+
+    served: dict[int, ServedLookup]  # by sequence
+    sizes: Tensor  # bytes of indices and values from each rank
+    is_present: Tensor  # for each lookup, which ranks have a gradient of it
+    slot_sizes: list[int]  # of replicated tables
+    order: list[int]  # in which gradients are assigned
 
 
 class ReceivedGrad(NamedTuple):
-    """One rank's part of a gradient."""
+    """A gradient, of all ranks in their order."""
 
-    values: Tensor
-    indices: Tensor | None
+    served: ServedLookup
+    values: Tensor  # flat
+    indices: Tensor  # of a replicated table
+    is_present: Tensor | None  # which ranks have one; None: all
+    slot_size: int  # of a replicated table
 
 
 class ExchangedGrads(Caught):
     """The gradients of one exchange, which this rank may still give back.
 
-    Attributes:
-        error: why this rank could not use the received gradients. Other ranks must be told.
+    If it could not use them, other ranks must be told of the ``error``.
     """
 
     def __init__(self, tables: Sequence[ShardedTable]) -> None:
         super().__init__()
+        self.is_agreed: bool = False
+        grads = [(weight, weight.grad) for weight in _weights(tables)]
         self._before = [
-            (weight, weight.grad, _snapshot(weight.grad)) for weight in _weights(tables)
+            (w, g, g.snapshot() if isinstance(g, CompactGrad) else {}) for w, g in grads
         ]
 
     def undo(self) -> None:
@@ -181,10 +210,6 @@ class ExchangedGrads(Caught):
 def _weights(tables: Sequence[ShardedTable]) -> list[Tensor]:
     """Each weight once: tables may share one."""
     return list({id(table.weight): table.weight for table in tables}.values())
-
-
-def _snapshot(grad: Tensor | None) -> dict[str, Any]:
-    return grad.snapshot() if isinstance(grad, CompactGrad) else {}
 
 
 def collect_pending(tables: Sequence[ShardedTable]) -> list[OutgoingGrad]:
@@ -201,7 +226,7 @@ def collect_pending(tables: Sequence[ShardedTable]) -> list[OutgoingGrad]:
                 found.append(_replicated_grad(handle, handle.grad_fn, rows))
                 continue
             if handle.inverse is not None:
-                rows = sum_duplicates(rows, handle.inverse, sum(handle.bags_per_rank))
+                rows = sum_duplicates(rows, handle.inverse, handle.num_bags)
             found.append(OutgoingGrad(handle, rows))
     return found
 
@@ -229,103 +254,123 @@ def _replicated_grad(handle: LookupHandle, grad_fn: Any, rows: Tensor) -> Outgoi
     return OutgoingGrad(handle, sums.to(table.weight.dtype), indices)
 
 
-def _all_headers(group: TableGroup, peers: PeerStatus, mine: Tensor) -> list[list[GradHeader]]:
-    """The headers of each rank. They are sent now if the handshake had no room for them."""
-    sizes = [NUM_COUNTS * count for count in peers["value"]]
-    found = [row[:size] for row, size in zip(peers.counts, sizes, strict=True)]
-    if max(sizes) > group.num_counts:
-        nbytes = [8 * size for size in sizes]
-        readers = group.collectives.all_to_all([[mine]] * len(nbytes), nbytes, max(nbytes))
+def _section_sizes(outgoing: Sequence[OutgoingGrad], world_size: int) -> Tensor:
+    """Bytes of the indices and values of each gradient that each rank gets."""
+    bags = stack([each.handle.bags_per_rank for each in outgoing])
+    row_bytes = torch.tensor([[each.handle.table.row_bytes] for each in outgoing])
+    # Of a replicated table, all ranks get everything; of a sharded one, no indices.
+    copies = [each.indices is not None for each in outgoing]
+    nbytes = [[0 if e.indices is None else e.indices.nbytes, e.values.nbytes] for e in outgoing]
+    sizes = torch.tensor(nbytes).unsqueeze(2).repeat(1, 1, world_size)
+    sizes[:, 1] = torch.where(torch.tensor(copies).unsqueeze(1), sizes[:, 1], bags * row_bytes)
+    return sizes
+
+
+def _all_headers(group: TableGroup, peers: PeerStatus, mine: Tensor) -> AnnouncedGrads:
+    """The headers of all ranks. They are sent now if the handshake had no room for them."""
+    num_headers = certain(lambda: torch.tensor(peers["value"]))
+    most = max(peers["value"])
+    if most * NUM_COUNTS > group.num_counts:
         with Caught() as caught:
-            found = [each.tolist() for each in read_all(readers, sizes, torch.int64)]
+            numbers = group.collectives.all_gather(mine, num_headers * NUM_COUNTS)
         # Without headers, a rank does not know how much comes next.
         group.collectives.check(caught.error)
-    return [
-        [GradHeader(*row[n : n + NUM_COUNTS]) for n in range(0, len(row), NUM_COUNTS)]
-        for row in found
-    ]
+    else:
+        counts = certain(lambda: peers.counts.unflatten(1, (-1, NUM_COUNTS))[:, :most])
+        numbers = certain(lambda: counts[torch.arange(most) < num_headers.unsqueeze(1)])
+    return certain(lambda: _announced_grads(group, num_headers, numbers.view(-1, NUM_COUNTS)))
+
+
+def _announced_grads(group: TableGroup, num_headers: Tensor, headers: Tensor) -> AnnouncedGrads:
+    """Read the headers of all ranks, one rank's after another."""
+    sequences, entries, slot_sizes = headers.unbind(1)
+    ranks = torch.arange(len(num_headers)).repeat_interleave(num_headers)
+    found, lookup = sequences.unique(return_inverse=True)  # ascending
+    served = {sequence: group.served[sequence] for sequence in found.tolist()}
+    row_bytes = stack([each.bags_per_rank * each.table.row_bytes for each in served.values()])
+    itemsize = torch.tensor([each.table.weight.dtype.itemsize for each in served.values()])
+    sizes = torch.zeros(len(num_headers), len(served), 2, dtype=torch.int64)
+    sizes[ranks, lookup, 0] = entries.clamp(min=0) * sequences.itemsize
+    of_copies = entries * slot_sizes * itemsize[lookup]
+    sizes[ranks, lookup, 1] = torch.where(entries < 0, row_bytes[lookup, ranks], of_copies)
+    is_present = torch.zeros(len(served), len(num_headers), dtype=torch.bool)
+    is_present[lookup, ranks] = True
+    slot_sizes = torch.zeros_like(found).scatter_reduce(0, lookup, slot_sizes, "amax")
+    # In the order of the first rank that has any: where all ranks run the same, that of all.
+    order = list(dict.fromkeys(lookup.tolist()))
+    return AnnouncedGrads(served, sizes.flatten(1), is_present, slot_sizes.tolist(), order)
 
 
 def _send_grads(
     group: TableGroup,
     outgoing: Sequence[OutgoingGrad],
-    announced: Sequence[Sequence[GradHeader]],
+    sizes: Tensor,
+    announced: AnnouncedGrads,
     max_bytes: int,
-    outgoing_sizes: Sequence[int],
-) -> Callable[[], dict[tuple[int, int], ReceivedGrad]]:
-    """Send gradients; return a function that reads the received ones, by rank and lookup."""
-    served = group.served
+) -> Callable[[], list[ReceivedGrad]]:
+    """Send gradients; return a function that reads the received ones."""
+    numbers = {sequence: n for n, sequence in enumerate(announced.served)}
+    mine = [numbers[each.handle.sequence] for each in outgoing]
 
-    def messages() -> list[list[Tensor]]:
-        found: list[list[Tensor]] = [[] for _ in announced]
-        for each in outgoing:
-            if each.indices is not None:
-                for tensors in found:
-                    tensors += [each.indices, each.values]
-            elif each.handle.is_partial:  # the gradient of a sum is that of every summand
-                for tensors in found:
-                    tensors.append(each.values)
-            else:
-                for rank, slice_ in split_by_rank(each.values, each.handle.bags_per_rank):
-                    found[rank].append(slice_)
+    def sizes_to_ranks() -> Tensor:
+        whole = torch.zeros(len(numbers), 2, group.collectives.world_size, dtype=torch.int64)
+        if mine:
+            whole[mine] = sizes
+        return whole.flatten(0, 1).t().contiguous()
+
+    def sections() -> Sections:
+        found: Sections = [None] * (2 * len(numbers))
+        for n, each in zip(mine, outgoing, strict=True):
+            found[2 * n : 2 * n + 2] = each.indices, each.values.contiguous()
         return found
 
-    def read() -> dict[tuple[int, int], ReceivedGrad]:
-        found: dict[tuple[int, int], ReceivedGrad] = {}
-        for rank, reader in enumerate(readers):
-            for sequence, entries, slot_size in announced[rank]:
-                table, indices = served[sequence].table, None
-                if entries < 0:
-                    count, dim = served[sequence].bags_per_rank[rank], table.dim
-                else:
-                    count, dim = entries, slot_size
-                    indices = reader.read(entries, torch.int64)
-                values = reader.read(count * dim, table.weight.dtype).view(count, dim)
-                found[rank, sequence] = ReceivedGrad(values, indices)
-        return found
+    def read() -> list[ReceivedGrad]:
+        dtypes = [(torch.int64, each.table.weight.dtype) for each in announced.served.values()]
+        tensors = messages.read([dtype for pair in dtypes for dtype in pair])
+        served, is_complete = list(announced.served.values()), announced.is_present.all(1).tolist()
+        return [
+            ReceivedGrad(
+                served[n],
+                values=tensors[2 * n + 1],
+                indices=tensors[2 * n],
+                is_present=None if is_complete[n] else announced.is_present[n],
+                slot_size=announced.slot_sizes[n],
+            )
+            for n in announced.order
+        ]
 
-    incoming_sizes = [
-        sum(header.nbytes_from(served[header.sequence], rank) for header in headers)
-        for rank, headers in enumerate(announced)
-    ]
-    readers = group.collectives.all_to_all(messages, incoming_sizes, max_bytes, outgoing_sizes)
+    messages = group.collectives.all_to_all(
+        sections, certain(sizes_to_ranks), announced.sizes, max_bytes
+    )
     return read
 
 
 def _received_grads(
-    group: TableGroup,
-    announced: Sequence[Sequence[GradHeader]],
-    received: Mapping[tuple[int, int], ReceivedGrad],
+    group: TableGroup, received: Sequence[ReceivedGrad]
 ) -> dict[int, list[IndexedGrad]]:
     found: dict[int, list[IndexedGrad]] = {}
-    # In the order of the first rank that has any: where all ranks run the same, that of all.
-    for sequence in dict.fromkeys(each.sequence for headers in announced for each in headers):
-        served = group.served[sequence]
-        of_ranks = [received.get((rank, sequence)) for rank in range(len(announced))]
-        merge = _owner_grad if served.grad_fn is not None else _merge_replicated
-        found.setdefault(served.table.index, []).extend(merge(served, of_ranks))
+    for each in received:
+        if group.collectives.world_size > 1 and each.served.table.reduce == "mean":
+            each.values.div_(group.collectives.world_size)
+        merge = _owner_grad if each.served.grad_fn is not None else _merge_replicated
+        found.setdefault(each.served.table.index, []).extend(merge(each))
     return found
 
 
-def _owner_grad(
-    served: ServedLookup, received: Sequence[ReceivedGrad | None]
-) -> Sequence[IndexedGrad]:
+def _owner_grad(received: ReceivedGrad) -> Sequence[IndexedGrad]:
     """Run the backward of a served lookup."""
-    assert served.grad_fn is not None
+    served, values, is_present = received.served, received.values, received.is_present
     table, bags_per_rank = served.table, served.bags_per_rank
+    assert served.grad_fn is not None
     if not table.has_rows:
         return []
-    values = [
-        table.weight.new_zeros(count, table.dim) if each is None else each.values
-        for each, count in zip(received, bags_per_rank, strict=True)
-    ]
-    parts = served.grad_fn(_concat_and_average(table, values))
-    if None not in received:
-        return parts
+    if is_present is None:
+        return served.grad_fn(values.view(-1, table.dim))
     # A rank whose loss does not use this lookup contributes no entries, not even zeros.
-    is_present = torch.tensor([each is not None for each in received])
-    present = is_present.repeat_interleave(torch.tensor(bags_per_rank))
-    return [_drop_absent_ranks(part, present, table.dim) for part in parts]
+    present = is_present.repeat_interleave(bags_per_rank)
+    whole = values.new_zeros(len(present), table.dim)
+    whole[present] = values.view(-1, table.dim)
+    return [_drop_absent_ranks(part, present, table.dim) for part in served.grad_fn(whole)]
 
 
 def _drop_absent_ranks(part: IndexedGrad, present: Tensor, dim: int) -> IndexedGrad:
@@ -337,29 +382,13 @@ def _drop_absent_ranks(part: IndexedGrad, present: Tensor, dim: int) -> IndexedG
     return part._replace(indices=indices[inside], value_index=value_index[inside], scale=scale)
 
 
-def _merge_replicated(
-    served: ServedLookup, received: Sequence[ReceivedGrad | None]
-) -> Sequence[IndexedGrad]:
+def _merge_replicated(received: ReceivedGrad) -> Sequence[IndexedGrad]:
     """The entries of all ranks, in their order."""
-    table = served.table
-    pieces: list[Any] = [each for each in received if each is not None]
-    values = _concat_and_average(table, [each.values for each in pieces])
-    slot_size = values.shape[1]
-    indices = concat([each.indices for each in pieces])
+    table, indices, slot_size = received.served.table, received.indices, received.slot_size
+    values = received.values.view(len(indices), slot_size)
     table.catch_up(indices * slot_size // table.dim)
     num_slots = table.rows * table.dim // slot_size if slot_size else table.rows
     return [IndexedGrad(indices, values, num_slots, slot_size)]
-
-
-def _concat_and_average(table: ShardedTable, pieces: Sequence[Tensor]) -> Tensor:
-    world_size = table.collectives.world_size
-    if table.reduce != "mean" or world_size == 1:
-        return concat(pieces)
-    # Not in place: the gradient that this rank has sent itself may still be in use.
-    values = pieces[0].new_empty(sum(map(len, pieces)), *pieces[0].shape[1:])
-    for piece, target in zip(pieces, values.split(list(map(len, pieces))), strict=True):
-        torch.div(piece, world_size, out=target)
-    return values
 
 
 def _assign_grad(table: ShardedTable, new: Sequence[IndexedGrad]) -> None:

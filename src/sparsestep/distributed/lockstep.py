@@ -13,6 +13,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,10 +26,10 @@ from sparsestep.distributed._table import NUM_COUNTS
 from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.distributed.lookup import (
     LookupRequest,
-    PrefetchedIds,
+    LookupSizes,
+    TableRequests,
     exchange_ids,
     id_counts,
-    request_nbytes,
 )
 from sparsestep.errors import InputError, SlowWarning, message, warn_once
 
@@ -238,11 +239,9 @@ class PrefetchTask:
         self._first = first
         self._arguments: list[Any] = [_map_tensors(c.arguments, tensors.__getitem__) for c in calls]
         self._versions = [[version_of(t) for t in iter_tensors(a)] for a in self._arguments]
-        self.done: threading.Event = threading.Event()
-        self._results: list[PrefetchedIds | None] = [None] * len(calls)
-        self.error: Exception | None = None
+        self.sent: Future[list[TableRequests | None]] = Future()
 
-    def run(self, collectives: Collectives) -> None:
+    def run(self, collectives: Collectives) -> list[TableRequests | None]:
         """Send the ids of all calls. If any rank's input is invalid, no rank sends."""
         requests: list[list[LookupRequest]] = []
         is_invalid = 0
@@ -251,7 +250,8 @@ class PrefetchTask:
                 requests.append(call.module.lookup_requests(*arguments))
             tables = [request for each in requests for request in each]
             mine = id_counts(tables)
-            max_bytes = max(request_nbytes(tables, row) for row in mine.tolist())
+            outgoing = LookupSizes(tables, mine)
+            max_bytes = int(outgoing.request.sum(1).max())
         except Exception:  # the lookup itself will raise it, on all ranks
             is_invalid = 1
         # All ranks call the same modules, so all have as many tables.
@@ -259,28 +259,25 @@ class PrefetchTask:
         counts = torch.zeros(collectives.world_size, 2 + NUM_COUNTS * num_tables, dtype=torch.int64)
         counts[:, 0] = is_invalid
         if not is_invalid:
-            counts[:, 2:], counts[:, 1] = mine, max_bytes
-        theirs = collectives.all_to_all_rows(counts).tolist()
-        if any(row[0] for row in theirs):
-            return
-        max_bytes = max(row[1] for row in theirs)
-        read = exchange_ids(
-            collectives, tables, mine.tolist(), [row[2:] for row in theirs], max_bytes
-        )
-        incoming = iter(read())
-        for n, each in enumerate(requests):
-            found = list(itertools.islice(incoming, len(each)))
-            self._results[n] = PrefetchedIds(self._first + n, each, found)
+            counts[:, 2:], counts[:, 1] = mine.flatten(1), max_bytes
+        theirs = collectives.all_to_all_rows(counts)
+        if theirs[:, 0].any():
+            return [None] * len(self._calls)
+        max_bytes = int(theirs[:, 1].max())
+        sizes = LookupSizes(tables, theirs[:, 2:].unflatten(1, (-1, NUM_COUNTS)))
+        incoming = iter(exchange_ids(collectives, tables, outgoing, sizes, max_bytes)())
+        return [
+            TableRequests(each, self._first + n, list(itertools.islice(incoming, len(each))))
+            for n, each in enumerate(requests)
+        ]
 
-    def take(self, module: Any, arguments: Any) -> PrefetchedIds | None:
+    def take(self, module: Any, arguments: Any) -> TableRequests | None:
         """The ids that have been sent for a call, once."""
         for n, call in enumerate(self._calls):
             if call.module is not module or not self._matches(n, arguments):
                 continue
-            self.done.wait()
-            if self.error is not None:
-                raise self.error
-            found, self._results[n] = self._results[n], None
+            results = self.sent.result()
+            found, results[n] = results[n], None
             if found is not None:
                 return found
         return None
@@ -315,11 +312,9 @@ class IdPrefetcher:
     def _run_tasks(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
-                task.run(self._collectives)
-            except Exception as error:  # raised by the lookup that needs these ids
-                task.error = error
-            finally:
-                task.done.set()
+                task.sent.set_result(task.run(self._collectives))
+            except BaseException as error:  # raised by the lookup that needs these ids
+                task.sent.set_exception(error)
 
     def close(self) -> None:
         """End the thread."""
@@ -356,7 +351,7 @@ class IdPrefetcher:
         self._task = task
         self._tensors, self._calls, self._num_other_calls = list(iter_tensors(batch)), [], 0
 
-    def take(self, module: Any, arguments: Any) -> PrefetchedIds | None:
+    def take(self, module: Any, arguments: Any) -> TableRequests | None:
         """Record a lookup; return the ids that have been sent for it."""
         if module.sharding.collectives.world_size != self._collectives.world_size:
             return None  # sharded among some of the ranks
@@ -373,7 +368,7 @@ class IdPrefetcher:
 _active_prefetchers: list[IdPrefetcher] = []
 
 
-def take_prefetched(module: Any, arguments: Any) -> PrefetchedIds | None:
+def take_prefetched(module: Any, arguments: Any) -> TableRequests | None:
     """The ids that have been sent in advance for a call of a module."""
     for prefetcher in _active_prefetchers:
         found = prefetcher.take(module, arguments)

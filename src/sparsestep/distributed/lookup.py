@@ -7,24 +7,16 @@ bags have one id, each id is requested once, however often it occurs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from sparsestep._torch import cat
+from sparsestep._torch import cat, stack
 from sparsestep.distributed._handshake import ExchangeKind, PeerStatus
-from sparsestep.distributed._packing import (
-    BufferReader,
-    concat,
-    read_all,
-    split_by_owner,
-    split_by_rank,
-    unique_ids,
-)
 from sparsestep.distributed._table import (
     NUM_COUNTS,
     LookupHandle,
@@ -34,8 +26,14 @@ from sparsestep.distributed._table import (
     TableGroup,
     offsets_of,
 )
-from sparsestep.distributed.collectives import Caught, Collectives
-from sparsestep.distributed.placement import BROADCAST_BAG_FACTOR, LENGTH_DTYPE
+from sparsestep.distributed.collectives import Caught, Collectives, Messages, Sections
+from sparsestep.distributed.placement import (
+    BROADCAST_BAG_FACTOR,
+    LENGTH_DTYPE,
+    split_by_owner,
+    unique_ids,
+)
+from sparsestep.engines.finishing import certain
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import PendingGrad
 from sparsestep.grads.indexed import IndexedGrad
@@ -62,12 +60,13 @@ class LookupRequest:
 
     table: ShardedTable
     ids: Tensor  # as their owners number them
-    ids_per_rank: list[int]
+    ids_per_rank: Tensor
     length: int  # ids of each bag, at least one; 0: see `lengths`
     lengths: Tensor | None  # ids of each bag, int32
-    bags_per_rank: list[int]
+    num_bags: int
+    bags_per_rank: Tensor
     per_sample_weights: Tensor | None
-    combine: Callable[[Tensor], Tensor]  # makes the output of the rows, recorded by autograd
+    combine: Callable[[Tensor], Tensor] = lambda rows: rows  # rows to output; autograd records it
     is_partial: bool = False  # every rank gets its part of all bags, and their rows are summed
     inverse: Tensor | None = None  # for each row of the output, the index of the requested one
 
@@ -107,7 +106,6 @@ def _request_rows(table: ShardedTable, ids: Tensor, weights: Tensor | None) -> L
     may_dedup = table.order == "fast" and table.mode != "max" and not table.scale_grad_by_freq
     if may_dedup and weights is None and placement.is_sharded and world_size > 1:
         ids, inverse = unique_ids(ids, table.rows)
-    counts = placement.counts_to_owner(len(ids), world_size)
     if table.row_stride > 1:
         split = split_by_owner(ids, None, world_size, table.id_dtype)
         ids, counts, order = split.rows, split.ids_per_rank, split.order
@@ -115,11 +113,9 @@ def _request_rows(table: ShardedTable, ids: Tensor, weights: Tensor | None) -> L
         position[order] = torch.arange(len(position))
         weights = None if weights is None else weights[order]
         inverse = position if inverse is None else position[inverse]
-    return LookupRequest(table, ids, counts, 1, None, counts, weights, _identity, inverse=inverse)
-
-
-def _identity(rows: Tensor) -> Tensor:
-    return rows
+    else:
+        counts = placement.counts_to_owner(len(ids), world_size)
+    return LookupRequest(table, ids, counts, 1, None, len(ids), counts, weights, inverse=inverse)
 
 
 def _request_bags(table: ShardedTable, bags: Lookup) -> LookupRequest:
@@ -134,19 +130,20 @@ def _request_bags(table: ShardedTable, bags: Lookup) -> LookupRequest:
     length = max(bags.bag_length, 0)
     lengths = None if length else _bag_offsets(bags).diff().to(LENGTH_DTYPE)
     ids, weights = bags.flat_ids, bags.per_sample_weights
-    counts = [placement.counts_to_owner(n, world_size) for n in (len(ids), bags.num_bags)]
-    return LookupRequest(table, ids, counts[0], length, lengths, counts[1], weights, average)
+    num_ids, num_bags = (
+        placement.counts_to_owner(n, world_size) for n in (len(ids), bags.num_bags)
+    )
+    return LookupRequest(
+        table, ids, num_ids, length, lengths, bags.num_bags, num_bags, weights, average
+    )
 
 
 def _request_partial_bags(
     table: ShardedTable, bags: Lookup, average: Callable[[Tensor], Tensor]
 ) -> LookupRequest:
     """Each owner gets its part of a bag. Of long bags, nearly every owner has a part of each."""
-    weights, world_size, count = (
-        bags.per_sample_weights,
-        table.collectives.world_size,
-        bags.num_bags,
-    )
+    weights, count = bags.per_sample_weights, bags.num_bags
+    world_size = table.collectives.world_size
     to_all_ranks = len(bags.flat_ids) >= BROADCAST_BAG_FACTOR * world_size * count
     split = split_by_owner(
         bags.flat_ids,
@@ -158,9 +155,7 @@ def _request_partial_bags(
     )
 
     def sum_parts(rows: Tensor) -> Tensor:
-        summed = rows.float() if rows.dtype in HALF_DTYPES else rows
-        total = summed.new_zeros(count, table.dim).index_add(0, split.bags, summed)
-        return average(total.to(rows.dtype))
+        return average(sum_duplicates(rows, split.bags, count))
 
     return LookupRequest(
         table,
@@ -168,11 +163,19 @@ def _request_partial_bags(
         split.ids_per_rank,
         length=0,
         lengths=split.lengths,
+        num_bags=len(split.lengths),
         bags_per_rank=split.parts_per_rank,
         per_sample_weights=None if weights is None else weights[split.order],
         combine=average if to_all_ranks else sum_parts,
         is_partial=to_all_ranks,
     )
+
+
+def sum_duplicates(values: Tensor, inverse: Tensor, count: int) -> Tensor:
+    """Sum the rows with the same index; half precision is rounded once."""
+    wide = values.float() if values.dtype in HALF_DTYPES else values
+    sums = wide.new_zeros(count, *wide.shape[1:])
+    return sums.index_add_(0, inverse, wide).to(values.dtype)
 
 
 def _bag_offsets(bags: Lookup) -> Tensor:
@@ -206,148 +209,142 @@ class IncomingLookup(NamedTuple):
     length: int  # ids of each bag, at least one; 0: see `lengths`
     lengths: Tensor | None
     per_sample_weights: Tensor | None
-    bags_per_rank: list[int]
+    num_bags: int
+    bags_per_rank: Tensor
 
 
-class PrefetchedIds(NamedTuple):
-    """A lookup whose ids have been sent in advance."""
+class TableRequests(NamedTuple):
+    """The requests of a lookup, and those of other ranks if ids have been sent in advance."""
 
-    sequence: int  # the same on all ranks, at least 1
-    requests: list[LookupRequest]
-    incoming: list[IncomingLookup | None]
+    requests: Sequence[LookupRequest]
+    prefetched: int = 0  # at least 1, and the same on all ranks; 0: ids have not been sent
+    incoming: Sequence[IncomingLookup | None] = ()
 
 
 def id_counts(requests: Sequence[LookupRequest]) -> Tensor:
-    """A row for each rank: per table its ids and bags, and whether there are weights."""
-    counts = torch.tensor([_table_counts(each) for each in requests], dtype=torch.int64)
-    return counts.movedim(2, 0).flatten(1)
-
-
-def _table_counts(request: LookupRequest) -> list[list[int]]:
-    world_size = request.table.collectives.world_size
-    if not request.is_sent:
-        return [[0] * world_size] * NUM_COUNTS
+    """For each rank and table: its ids and bags, and whether there are weights."""
     # A negative number of bags is the length of each.
-    bags = [-request.length] * world_size if request.length else request.bags_per_rank
-    has_weights = int(request.per_sample_weights is not None)
-    return [request.ids_per_rank, bags, [has_weights] * world_size]
+    lengths = torch.tensor([[-each.length] for each in requests])
+    has_weights = torch.tensor([[each.per_sample_weights is not None] for each in requests])
+    ids = stack([each.ids_per_rank for each in requests])
+    bags = torch.where(lengths < 0, lengths, stack([each.bags_per_rank for each in requests]))
+    counts = stack([ids, bags, has_weights.expand_as(ids).long()])
+    is_sent = torch.tensor([[each.is_sent] for each in requests])
+    return (counts * is_sent).permute(2, 1, 0).contiguous()
 
 
-def _counts_by_table(
-    requests: Sequence[LookupRequest], counts: Sequence[int]
-) -> Iterator[tuple[LookupRequest, int, int, int]]:
-    """Each request with the ids, bags and weights that a rank has announced for it."""
-    for n, request in enumerate(requests):
-        ids, bags, has_weights = counts[NUM_COUNTS * n : NUM_COUNTS * (n + 1)]
-        yield request, ids, bags, has_weights
+class LookupSizes:
+    """The bytes of a lookup, by the counts that ranks have announced."""
 
-
-def request_nbytes(requests: Sequence[LookupRequest], counts: Sequence[int]) -> int:
-    """Bytes that a rank sends another, by its announced counts."""
-    total = 0
-    for request, ids, bags, has_weights in _counts_by_table(requests, counts):
-        table = request.table
-        weight_bytes = table.weight.dtype.itemsize if has_weights else 0
-        id_bytes = table.id_dtype.itemsize + weight_bytes
-        total += ids * id_bytes + max(bags, 0) * LENGTH_DTYPE.itemsize
-    return total
-
-
-def _reply_nbytes(requests: Sequence[LookupRequest], counts: Sequence[int]) -> int:
-    """Bytes of rows that go back to the requester, by its announced counts."""
-    return sum(
-        _num_bags(ids, bags) * request.table.row_bytes
-        for request, ids, bags, _ in _counts_by_table(requests, counts)
-        if request.is_sent
-    )
-
-
-def _num_bags(ids: int, bags: int) -> int:
-    return ids // -bags if bags < 0 else bags
+    def __init__(self, requests: Sequence[LookupRequest], counts: Tensor) -> None:
+        self.ids, bags, self.has_weights = counts.unbind(2)
+        self.bag_lengths = -bags  # not positive: bags differ, and their lengths are sent
+        self.num_bags = torch.where(bags < 0, self.ids // self.bag_lengths.clamp(min=1), bags)
+        tables = [each.table for each in requests]
+        id_bytes = torch.tensor([table.id_dtype.itemsize for table in tables])
+        weight_bytes = torch.tensor([table.weight.dtype.itemsize for table in tables])
+        row_bytes = torch.tensor([table.row_bytes for table in tables])
+        sections = [
+            self.ids * id_bytes,
+            bags.clamp(min=0) * LENGTH_DTYPE.itemsize,
+            self.ids * self.has_weights * weight_bytes,
+        ]
+        # To the owner, three sections for each table, and one back: a row for each rank.
+        self.request = stack(sections).permute(1, 2, 0).flatten(1).contiguous()
+        self.reply = (self.num_bags * row_bytes).contiguous()
 
 
 def exchange_ids(
     collectives: Collectives,
     requests: Sequence[LookupRequest],
-    own_counts: Sequence[Sequence[int]],
-    counts: Sequence[Sequence[int]],
+    outgoing: LookupSizes,
+    incoming: LookupSizes,
     max_bytes: int,
 ) -> Callable[[], list[IncomingLookup | None]]:
-    """Send ids to their owners, as many as ``own_counts`` says; ``counts`` are those of the others.
+    """Send ids to their owners.
 
     Returns a function that reads the requests of all ranks, per table; ``None`` for replicated
     ones. Other ranks wait for the rows, so an error must be reported to them.
     """
-
-    def outgoing() -> list[list[Tensor]]:
-        messages: list[list[Tensor]] = [[] for _ in counts]
-        for each in requests:
-            for piece, dtype, per_rank in _sections(each) if each.is_sent else ():
-                for rank, slice_ in split_by_rank(piece, per_rank):
-                    is_own = rank == collectives.rank
-                    messages[rank].append(slice_ if is_own else slice_.to(dtype))
-        return messages
-
-    def read() -> list[IncomingLookup | None]:
-        found: list[IncomingLookup | None] = []
-        for n, each in enumerate(requests):
-            of_table = [row[NUM_COUNTS * n : NUM_COUNTS * (n + 1)] for row in counts]
-            found.append(_unpack_ids(each.table, readers, of_table) if each.is_sent else None)
-        return found
-
-    incoming_sizes = [request_nbytes(requests, row) for row in counts]
-    outgoing_sizes = [request_nbytes(requests, row) for row in own_counts]
-    readers = collectives.all_to_all(outgoing, incoming_sizes, max_bytes, outgoing_sizes)
-    return read
-
-
-def _sections(request: LookupRequest) -> Iterator[tuple[Tensor, torch.dtype, list[int]]]:
-    """Each tensor of a request, its dtype on the wire, and how much goes to each rank."""
-    yield request.ids, request.table.id_dtype, request.ids_per_rank
-    if request.lengths is not None:
-        yield request.lengths, LENGTH_DTYPE, request.bags_per_rank
-    weights = request.per_sample_weights
-    if weights is not None:
-        yield weights.detach(), weights.dtype, request.ids_per_rank
-
-
-def _unpack_ids(
-    table: ShardedTable, readers: Sequence[BufferReader], counts: Sequence[Sequence[int]]
-) -> IncomingLookup:
-    # A rank that requests nothing has bags of any length.
-    bag_lengths = {-bags for num_ids, bags, _ in counts if num_ids or bags > 0} or {1}
-    length = max(bag_lengths.pop(), 0) if len(bag_lengths) == 1 else 0
-    has_any_weights = any(has_weights for _, _, has_weights in counts)
-    ids, lengths, weights, bags_per_rank = [], [], [], []
-    dtype = table.weight.dtype
-    for reader, (num_ids, bags, has_weights) in zip(readers, counts, strict=True):
-        ids.append(reader.read(num_ids, table.id_dtype))
-        bags_per_rank.append(_num_bags(num_ids, bags))
-        if bags >= 0:
-            lengths.append(reader.read(bags, LENGTH_DTYPE))
-        elif not length:
-            lengths.append(torch.full((bags_per_rank[-1],), -bags, dtype=LENGTH_DTYPE))
-        if has_weights:
-            weights.append(reader.read(num_ids, dtype))
-        elif has_any_weights:
-            weights.append(torch.ones(num_ids, dtype=dtype))
-    return IncomingLookup(
-        concat(ids, table.id_dtype),
-        length,
-        None if length else concat(lengths),
-        concat(weights) if has_any_weights else None,
-        bags_per_rank,
+    messages = collectives.all_to_all(
+        lambda: [section for each in requests for section in _sections(each)],
+        outgoing.request,
+        incoming.request,
+        max_bytes,
     )
+    return partial(_read_ids, requests, messages, incoming)
+
+
+def _sections(request: LookupRequest) -> Sections:
+    """The ids of a request, the lengths of bags and the weights, as they are sent."""
+    if not request.is_sent:
+        return [None] * NUM_COUNTS
+    is_sent = request.table.collectives.world_size > 1
+    ids = request.ids.to(request.table.id_dtype) if is_sent else request.ids
+    weights = request.per_sample_weights
+    return [
+        ids.contiguous(),
+        request.lengths,
+        None if weights is None else weights.detach().contiguous(),
+    ]
+
+
+def _read_ids(
+    requests: Sequence[LookupRequest], messages: Messages, sizes: LookupSizes
+) -> list[IncomingLookup | None]:
+    dtypes = [(each.table.id_dtype, LENGTH_DTYPE, each.table.weight.dtype) for each in requests]
+    sections = iter(messages.read([dtype for some in dtypes for dtype in some]))
+    totals = sizes.num_bags.sum(0).tolist()
+    # A rank that requests nothing has bags of any length.
+    is_any = (sizes.ids == 0) & (sizes.num_bags == 0)
+    longest = sizes.bag_lengths.masked_fill(is_any, _ANY_LENGTH[0]).amax(0)
+    shortest = sizes.bag_lengths.masked_fill(is_any, _ANY_LENGTH[1]).amin(0)
+    common = torch.where(longest == shortest, longest.clamp(min=0), 0)
+    lengths: list[int] = common.masked_fill(is_any.all(0), 1).tolist()
+    has_some_weights = sizes.has_weights.any(0).tolist()
+    has_all_weights = sizes.has_weights.all(0).tolist()
+    found: list[IncomingLookup | None] = []
+    for n, request in enumerate(requests):
+        ids, bag_lengths, weights = next(sections), next(sections), next(sections)
+        if not request.is_sent:
+            found.append(None)
+            continue
+        bags_per_rank = sizes.num_bags[:, n]
+        if not lengths[n] and len(bag_lengths) < totals[n]:
+            given = sizes.bag_lengths[:, n].to(LENGTH_DTYPE)
+            bag_lengths = _fill(given, given <= 0, bags_per_rank, bag_lengths)
+        if has_some_weights[n] and not has_all_weights[n]:
+            has_weights = sizes.has_weights[:, n]
+            ones = torch.ones_like(has_weights, dtype=weights.dtype)
+            weights = _fill(ones, has_weights > 0, sizes.ids[:, n], weights)
+        found.append(
+            IncomingLookup(
+                ids,
+                lengths[n],
+                None if lengths[n] else bag_lengths,
+                weights if has_some_weights[n] else None,
+                totals[n],
+                bags_per_rank,
+            )
+        )
+    return found
+
+
+_ANY_LENGTH = -(1 << 62), 1 << 62
+
+
+def _fill(values: Tensor, is_given: Tensor, counts: Tensor, given: Tensor) -> Tensor:
+    """Each rank's value as often as ``counts`` says, or what it has given."""
+    whole = values.repeat_interleave(counts)
+    whole[is_given.repeat_interleave(counts)] = given
+    return whole
 
 
 # The owner's side: read local rows, and map their gradients to the weight
 
 
-class LocalRows(NamedTuple):
-    """The result of a lookup on this rank's shard."""
-
-    rows: Tensor  # one for each bag
-    grad_fn: RowGradFn  # may be called repeatedly, and does not keep the rows
+# A row for each bag; the function may be called repeatedly, and does not keep the rows.
+LocalRows: TypeAlias = tuple[Tensor, RowGradFn]
 
 
 def serve_lookups(
@@ -362,7 +359,7 @@ def serve_lookups(
     for n, (table, each) in enumerate(zip(tables, requests, strict=True)):
         # With weights, padding has one, too, but no gradient.
         has_padding = each.per_sample_weights is not None and table.local_padding_idx >= 0
-        if table.is_plain_read and any(each.bags_per_rank) and not has_padding:
+        if table.is_plain_read and each.num_bags and not has_padding:
             core_lookups.append(_core_lookup(table, each, needs_grad=needs_grad))
             of_core.append(n)
     done = dict(zip(of_core, lookup.look_up(core_lookups) or (), strict=False))
@@ -405,7 +402,7 @@ def _from_core(
             return [IndexedGrad(indices, grad, rows, dim, source, weights)]
         return [grad_of_ids(shape, indices, grad, source, weights, scale_grad_by_freq=True)]
 
-    return LocalRows(found.output, grad_fn)
+    return found.output, grad_fn
 
 
 def _serve_with_module(
@@ -413,17 +410,17 @@ def _serve_with_module(
 ) -> LocalRows:
     """By the local module: if it has hooks or a ``max_norm``, or the core declines."""
     if not table.has_rows:
-        return LocalRows(table.weight.detach(), lambda grad: [])
-    if table.is_plain_read and not any(request.bags_per_rank):
+        return table.weight.detach(), lambda grad: []
+    if table.is_plain_read and not request.num_bags:
         empty, shape = torch.empty(0, dtype=torch.int64), table.weight.shape
-        return LocalRows(table.weight.detach()[:0], lambda grad: [grad_of_ids(shape, empty, grad)])
+        return table.weight.detach()[:0], lambda grad: [grad_of_ids(shape, empty, grad)]
     # This rank may be in inference mode while others train.
     with torch.inference_mode(False), torch.set_grad_enabled(needs_grad):
         ids, lengths = request.ids.to(torch.int64, copy=True), request.lengths  # may be overwritten
         if lengths is None and request.length > 1:
-            lengths = torch.full((sum(request.bags_per_rank),), request.length)
+            lengths = torch.full((request.num_bags,), request.length)
         output = table.lookup(ids, lengths, _detached_copy(request.per_sample_weights))
-    return LocalRows(output.detach(), partial(_backward_through_module, output, table.weight))
+    return output.detach(), partial(_backward_through_module, output, table.weight)
 
 
 def _detached_copy(weights: Tensor | None) -> Tensor | None:
@@ -443,42 +440,38 @@ def _backward_through_module(output: Tensor, weight: Tensor, rows: Tensor) -> Se
 
 
 def sharded_lookup(
-    group: TableGroup,
-    first: ShardedTable,
-    make_requests: Callable[[], Sequence[LookupRequest]],
-    prefetched: PrefetchedIds | None = None,
+    group: TableGroup, first: ShardedTable, make_requests: Callable[[], TableRequests]
 ) -> list[Tensor]:
     """Look up rows in one or more tables; all ranks call it together.
 
     What ``make_requests`` raises on one rank, all ranks raise; messages name the ``first`` table.
     """
-    collectives = group.collectives
     status, counts = group.status(ExchangeKind.LOOKUP, first), group.new_counts()
     requests: Sequence[LookupRequest] = []
-    own_counts: list[list[int]] = []
+    prefetched: Sequence[IncomingLookup | None] = []
     with Caught() as caught:
-        requests = list(make_requests()) if prefetched is None else prefetched.requests
-        rows_of_counts = id_counts(requests)
-        own_counts = rows_of_counts.tolist()
-        counts[:, : rows_of_counts.shape[1]] = rows_of_counts
-        status.max_bytes = max(request_nbytes(requests, row) for row in own_counts)
-        status.max_reply_bytes = max(_reply_nbytes(requests, row) for row in own_counts)
+        requests, status.prefetched, prefetched = make_requests()
+        own_counts = id_counts(requests)
+        counts[:, : NUM_COUNTS * len(requests)] = own_counts.flatten(1)
+        own = LookupSizes(requests, own_counts)
+        status.max_bytes = int(own.request.sum(1).max())
+        status.max_reply_bytes = int(own.reply.sum(1).max())
         status.num_tables, status.value = len(requests), int(torch.is_grad_enabled())
-        status.prefetched = 0 if prefetched is None else prefetched.sequence
     peers = group.handshake(status, counts, caught.error)
-    read: Callable[[], list[IncomingLookup | None]]
-    if prefetched is not None and set(peers["prefetched"]) == {prefetched.sequence}:
-        read = partial(list, prefetched.incoming)
-    else:
-        max_bytes = max(peers["max_bytes"])
-        read = exchange_ids(collectives, requests, own_counts, peers.counts, max_bytes)
+    theirs = certain(partial(_peer_sizes, requests, peers))
+    read: Callable[[], list[IncomingLookup | None]] = partial(list, prefetched)
+    if not status.prefetched or set(peers["prefetched"]) != {status.prefetched}:
+        read = exchange_ids(group.collectives, requests, own, theirs, max(peers["max_bytes"]))
     handles = [
-        LookupHandle(group.sequence + n, r.table, r.bags_per_rank, r.is_partial, r.inverse)
+        LookupHandle(
+            group.sequence + n, r.table, r.num_bags, r.bags_per_rank, r.is_partial, r.inverse
+        )
         for n, r in enumerate(requests)
     ]
     group.sequence += len(requests)
     serve = partial(_serve, group, requests, handles, needs_grad=any(peers["value"]))
-    rows = _return_rows(group, requests, own_counts, peers, lambda: serve(read()))
+    max_bytes = max(peers["max_reply_bytes"])
+    rows = _return_rows(group, requests, own, theirs, max_bytes, lambda: serve(read()))
     weights = [each.table.weight for each in requests]
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
         group.pending.update({handle.sequence: handle for handle in handles})
@@ -486,6 +479,11 @@ def sharded_lookup(
             _set_placeholder_grad(handle.table.weight)
         rows = list(_ShardedLookupFunction.apply(handles, rows, *weights))
     return [each.combine(found) for each, found in zip(requests, rows, strict=True)]
+
+
+def _peer_sizes(requests: Sequence[LookupRequest], peers: PeerStatus) -> LookupSizes:
+    counts = peers.counts[:, : NUM_COUNTS * len(requests)]
+    return LookupSizes(requests, counts.unflatten(1, (len(requests), NUM_COUNTS)))
 
 
 def _serve(
@@ -502,51 +500,43 @@ def _serve(
         own if theirs is None else theirs for own, theirs in zip(requests, incoming, strict=True)
     ]
     found = serve_lookups(tables, local, needs_grad=needs_grad)
-    for each, handle, theirs in zip(found, handles, incoming, strict=True):
+    for (_, grad_fn), handle, theirs in zip(found, handles, incoming, strict=True):
         if needs_grad and handle.table.weight.requires_grad:
             if theirs is None:
-                handle.grad_fn = each.grad_fn
-                served = ServedLookup(handle.table, None, [])
+                handle.grad_fn = grad_fn
+                served = ServedLookup(handle.table, None, handle.bags_per_rank)
             else:
-                served = ServedLookup(handle.table, each.grad_fn, theirs.bags_per_rank)
+                served = ServedLookup(handle.table, grad_fn, theirs.bags_per_rank)
             group.served[handle.sequence] = served
-    return [(theirs, each.rows) for theirs, each in zip(incoming, found, strict=True)]
+    return [(theirs, rows) for theirs, (rows, _) in zip(incoming, found, strict=True)]
 
 
 def _return_rows(
     group: TableGroup,
     requests: Sequence[LookupRequest],
-    own_counts: Sequence[Sequence[int]],
-    peers: PeerStatus,
+    own: LookupSizes,
+    theirs: LookupSizes,
+    max_bytes: int,
     serve: Callable[[], list[tuple[IncomingLookup | None, Tensor]]],
 ) -> list[Tensor]:
     """Send rows to the ranks that requested them; return the rows that this rank requested."""
-    world_size = group.collectives.world_size
     local_rows: list[Tensor] = []
 
-    def outgoing() -> list[list[Tensor]]:
-        messages: list[list[Tensor]] = [[] for _ in range(world_size)]
-        for theirs, rows in serve():
-            local_rows.append(rows)
-            if theirs is not None:
-                for rank, slice_ in split_by_rank(rows, theirs.bags_per_rank):
-                    messages[rank].append(slice_)
-        return messages
+    def outgoing() -> Sections:
+        served = serve()
+        local_rows.extend(rows for _, rows in served)
+        return [None if incoming is None else rows.contiguous() for incoming, rows in served]
 
-    incoming_sizes = [_reply_nbytes(requests, row) for row in own_counts]
-    outgoing_sizes = [_reply_nbytes(requests, row) for row in peers.counts]
-    max_bytes = max(peers["max_reply_bytes"])
-    readers = group.collectives.all_to_all(outgoing, incoming_sizes, max_bytes, outgoing_sizes)
+    messages = group.collectives.all_to_all(outgoing, theirs.reply, own.reply, max_bytes)
     found = []
-    for each, own in zip(requests, local_rows, strict=True):
+    received = messages.read([each.table.weight.dtype for each in requests])
+    for each, local, flat in zip(requests, local_rows, received, strict=True):
         if not each.is_sent:
-            found.append(own)
+            found.append(local)
             continue
-        table = each.table
-        sizes = [count * table.dim for count in each.bags_per_rank]
-        pieces = read_all(readers, sizes, table.weight.dtype)
-        rows = _sum_partial_bags(pieces) if each.is_partial else concat(pieces)
-        rows = rows.view(-1, table.dim)
+        if each.is_partial:
+            flat = _sum_partial_bags(flat.view(group.collectives.world_size, -1).unbind())
+        rows = flat.view(-1, each.table.dim)
         found.append(rows if each.inverse is None else rows.index_select(0, each.inverse))
     return found
 

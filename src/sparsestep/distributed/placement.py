@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from sparsestep._native import ext
 from sparsestep.errors import InputError, message
 
 PlacementKind: TypeAlias = Literal["tables", "rows", "copy"]
@@ -108,8 +109,14 @@ class Placement(ABC):
             >>> [table.bytes_sent_by(rank, world_size=3, batch=256) for rank in range(3)]
             [17408, 32768, 17408]
         """
-        check_rank("Placement.bytes_sent_by", rank, world_size)
-        return self.bytes_per_step(world_size, batch, length)
+        who = "Placement.bytes_sent_by"
+        check_rank(who, rank, world_size)
+        check_int(who, "batch", batch, 0)
+        check_length(f"{who}: length", length)
+        return self._bytes_sent_by(rank, world_size, batch, length)
+
+    def _bytes_sent_by(self, rank: int, world_size: int, batch: int, length: float) -> int:
+        return self._bytes_per_step(world_size, batch, length)
 
     @abstractmethod
     def _rows_on(self, rank: int, world_size: int) -> int: ...
@@ -145,9 +152,9 @@ class Placement(ABC):
         """The number of rows of the table from one row of a rank to its next."""
         return 1
 
-    def counts_to_owner(self, count: int, world_size: int) -> list[int]:
+    def counts_to_owner(self, count: int, world_size: int) -> Tensor:
         """The number of ids, or bags, for each rank if no bag is split."""
-        return [count]
+        return torch.full((world_size,), count)
 
 
 @dataclass(frozen=True)
@@ -165,8 +172,7 @@ class ByTable(Placement):
         super().__post_init__()
         check_int("Placement", "owner", self.owner, 0)
 
-    def bytes_sent_by(self, rank: int, world_size: int, batch: int, length: float = 1.0) -> int:
-        check_rank("Placement.bytes_sent_by", rank, world_size)
+    def _bytes_sent_by(self, rank: int, world_size: int, batch: int, length: float) -> int:
         rows = batch * self.dim * self.item
         if rank == self.owner:
             return rows * (world_size - 1)
@@ -192,8 +198,10 @@ class ByTable(Placement):
     def local_shard(self, whole: Tensor, rank: int, world_size: int) -> Tensor:
         return whole if rank == self.owner else whole.new_empty(0, *whole.shape[1:])
 
-    def counts_to_owner(self, count: int, world_size: int) -> list[int]:
-        return [count if rank == self.owner else 0 for rank in range(world_size)]
+    def counts_to_owner(self, count: int, world_size: int) -> Tensor:
+        counts = torch.zeros(world_size, dtype=torch.int64)
+        counts[self.owner] = count
+        return counts
 
 
 @dataclass(frozen=True)
@@ -258,15 +266,15 @@ class Replicated(Placement):
     def check_supported(self, module: EmbeddingModule, who: str, world_size: int) -> None:
         if world_size == 1:
             return
-        remedy = "Choose 'tables' or 'rows' for it"
         if module.max_norm is not None:
-            requirement = (
-                f"{who} has max_norm, which modifies rows during the lookup: it cannot be copied"
-            )
-            raise InputError(message(requirement, "'copy'", remedy))
-        if module.scale_grad_by_freq:
-            requirement = f"{who} has scale_grad_by_freq, which needs all ranks' ids in one place"
-            raise InputError(message(requirement, "'copy'", remedy))
+            reason = "max_norm, which modifies rows during the lookup: it cannot be copied"
+        elif module.scale_grad_by_freq:
+            reason = "scale_grad_by_freq, which needs all ranks' ids in one place"
+        else:
+            return
+        raise InputError(
+            message(f"{who} has {reason}", "'copy'", "Choose 'tables' or 'rows' for it")
+        )
 
 
 PLACEMENTS: dict[str, type[Placement]] = {each.kind: each for each in (ByTable, ByRow, Replicated)}
@@ -291,6 +299,65 @@ def check_length(what: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= _MAX_SIZE:  # type: ignore[operator]
         raise InputError(message(f"{what} must be a number of ids, at least 0", repr(value)))
+
+
+class BagSplit(NamedTuple):
+    """Bags of ids, sorted by the ranks that own the ids."""
+
+    rows: Tensor  # each id as its owner numbers it
+    ids_per_rank: Tensor
+    order: Tensor  # which id each was; empty if not requested
+    bags: Tensor  # the bag of each part; empty if every rank gets a part of every bag
+    lengths: Tensor  # ids of each part, int32
+    parts_per_rank: Tensor
+
+
+def split_by_owner(
+    ids: Tensor,
+    offsets: Tensor | None,
+    world_size: int,
+    dtype: torch.dtype,
+    *,
+    needs_order: bool = True,
+    to_all_ranks: bool = False,
+) -> BagSplit:
+    """Split bags of ids among the owners of round-robin rows, numbered by owners in ``dtype``.
+
+    ``offsets`` are where each bag begins, and where the last one ends, int64; ``None``: one id
+    each, whose bags and lengths are left out. With ``to_all_ranks``, every rank gets a part of
+    every bag, even an empty one.
+    """
+    assert ext is not None
+    ids, count = ids.long().contiguous(), len(ids)
+    rows, counts = torch.empty(count, dtype=dtype), torch.empty(2, world_size, dtype=torch.int64)
+    order = torch.empty(count if needs_order else 0, dtype=torch.int64)
+    if offsets is None:
+        bags, lengths = order[:0], rows[:0]
+    else:
+        bags = torch.empty(0 if to_all_ranks else count, dtype=torch.int64)
+        num_lengths = world_size * (len(offsets) - 1) if to_all_ranks else count
+        lengths = torch.empty(num_lengths, dtype=torch.int32)
+    ext.split_by_owner(
+        ids,
+        None if offsets is None else offsets.contiguous(),
+        world_size,
+        rows,
+        order if needs_order else None,
+        None if offsets is None or to_all_ranks else bags,
+        None if offsets is None else lengths,
+        counts,
+    )
+    ids_per_rank, parts_per_rank = counts
+    total = int(parts_per_rank.sum())
+    return BagSplit(rows, ids_per_rank, order, bags[:total], lengths[:total], parts_per_rank)
+
+
+def unique_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Distinct ids, and the index of each id among them; all are below ``rows``."""
+    assert ext is not None
+    ids = ids.long().contiguous()
+    unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
+    return unique[: ext.unique(ids, rows, unique, inverse)], inverse
 
 
 def hash_owner(ids: Tensor, world_size: int) -> Tensor:

@@ -24,7 +24,7 @@ from sparsestep.distributed.grads import ShardedGradSource
 from sparsestep.distributed.lockstep import take_prefetched
 from sparsestep.distributed.lookup import (
     LookupRequest,
-    PrefetchedIds,
+    TableRequests,
     lookup_request,
     sharded_lookup,
 )
@@ -58,38 +58,23 @@ _REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 
 
 class ShardedModule:
-    """Mixin of all sharded modules.
+    """Mixin of all sharded modules."""
 
-    Attributes:
-        sharding: the tables that were sharded together.
-        looked_up_by: the local modules, which ``optimizer.track`` watches.
-        num_tables: the number of tables that a call looks up.
-        call_key: the same for the same module of other ranks.
-    """
-
-    sharding: TableGroup
-    looked_up_by: Sequence[nn.Module]
-    num_tables: int
-    call_key: tuple[int, int]
+    sharding: TableGroup  # the tables that were sharded together
+    looked_up_by: Sequence[nn.Module] = ()  # the local modules, which ``optimizer.track`` watches
+    num_tables: int = 1  # that a call looks up
+    call_key: tuple[tuple[str, int], int]  # the same for the same module of other ranks
 
     def lookup_requests(self, *arguments: Any) -> list[LookupRequest]:
         """The requests of a call; raises if its arguments are invalid."""
         raise NotImplementedError
 
     def _lookup(self, first: ShardedTable, *arguments: Any) -> list[Tensor]:
-        prefetched: PrefetchedIds | None = None
-        error: Exception | None = None
-        try:
+        def make_requests() -> TableRequests:
             prefetched = take_prefetched(self, arguments)
-        except Exception as raised:  # communication error; the other ranks must be told
-            error = raised
+            return prefetched or TableRequests(self.lookup_requests(*arguments))
 
-        def make_requests() -> list[LookupRequest]:
-            if error is not None:
-                raise error
-            return self.lookup_requests(*arguments)
-
-        return sharded_lookup(self.sharding, first, make_requests, prefetched)
+        return sharded_lookup(self.sharding, first, make_requests)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         requirement = "a sharded table cannot be copied or pickled: other ranks hold parts of it"
@@ -164,29 +149,20 @@ def sharded_table(module: nn.Module) -> ShardedTable | None:
 
 def _convert_table(module: Any, table: ShardedTable, group: TableGroup) -> None:
     table.keep_local_shard(module)
-    vars(module).update(
-        sharded_table=table,
-        sharding=group,
-        looked_up_by=(table.local,),
-        num_tables=1,
-        call_key=(group.index, table.index),
-    )
-    cls: Any = type(module)
-    is_hashed = isinstance(module, NgramEmbedding)
-    mixin = ShardedNgramEmbedding if is_hashed else ShardedEmbedding
-    module.__class__ = _sharded_class(cls, mixin)
+    mixin = ShardedNgramEmbedding if isinstance(module, NgramEmbedding) else ShardedEmbedding
+    _convert(module, mixin, group, table.index, looked_up_by=(table.local,), sharded_table=table)
 
 
 def _convert_collection(collection: Any, group: TableGroup) -> None:
-    first = next(iter(collection.tables.children()))
-    vars(collection).update(
-        sharding=group,
-        looked_up_by=(),
-        num_tables=len(collection.tables),
-        call_key=(group.index, -1 - first.sharded_table.index),
-    )
-    cls: Any = type(collection)
-    collection.__class__ = _sharded_class(cls, ShardedCollection)
+    first = next(iter(collection.tables.children())).sharded_table
+    num_tables = len(collection.tables)
+    _convert(collection, ShardedCollection, group, -1 - first.index, num_tables=num_tables)
+
+
+def _convert(module: Any, mixin: Any, group: TableGroup, key: int, **attributes: Any) -> None:
+    vars(module).update(sharding=group, call_key=(group.key, key), **attributes)
+    cls: Any = type(module)
+    module.__class__ = _sharded_class(cls, mixin)
 
 
 def shard(

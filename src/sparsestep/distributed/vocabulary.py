@@ -10,20 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._process import uninterrupted
-from sparsestep._torch import stack
+from sparsestep._torch import cat, stack
 from sparsestep.distributed._handshake import ExchangeKind
-from sparsestep.distributed._packing import concat, read_all
 from sparsestep.distributed._table import ShardedTable, TableGroup
-from sparsestep.distributed.collectives import Caught, Collectives
+from sparsestep.distributed.collectives import Caught, Collectives, Sections
 from sparsestep.distributed.placement import ByRow, check_int, hash_owner
 from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, drawn, prepare_grow
 from sparsestep.nn.interop import excluded_from_compile
-from sparsestep.nn.vocabulary.attach import Attached
 from sparsestep.nn.vocabulary.id_table import Evict, IdTable, IdTableSnapshot
+from sparsestep.nn.vocabulary.vocabulary import Attached, flat_ids
 from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
-from sparsestep.nn.vocabulary.vocabulary import flat_ids
 
 # Seeds of new rows carry the rank in their upper bits, so ranks draw different values.
 RANK_SHIFT = 40
@@ -126,31 +124,20 @@ class Vocabulary(nn.Module):
             flat = flat_ids(ids)
             owners = hash_owner(flat, ranks.world_size)
             order, counts = owners.argsort(stable=True), owners.bincount(minlength=ranks.world_size)
-        requested: list[int] = counts.tolist()
-        max_bytes, operation = _ID_BYTES * max(requested), ExchangeKind.VOCABULARY_LOOKUP
+        max_bytes, operation = _ID_BYTES * int(counts.max()), ExchangeKind.VOCABULARY_LOOKUP
         peers = self._group.exchange_counts(operation, self._table, counts, caught.error, max_bytes)
-        served, max_bytes = [room[0] for room in peers.counts], max(peers["max_bytes"])
-        requested_bytes = [_ID_BYTES * count for count in requested]
-        served_bytes = [_ID_BYTES * count for count in served]
-        incoming = ranks.all_to_all(
-            lambda: [[each] for each in flat[order].split(requested)],
-            incoming_sizes=served_bytes,
-            max_bytes=max_bytes,
-            outgoing_sizes=requested_bytes,
-        )
+        served, max_bytes = peers.counts[:, 0], max(peers["max_bytes"])
+        sizes, served_sizes = (_ID_BYTES * each.unsqueeze(1) for each in (counts, served))
+        incoming = ranks.all_to_all(lambda: [flat[order]], sizes, served_sizes, max_bytes)
 
-        def read() -> Tensor:
-            return concat(read_all(incoming, served, torch.int64))
+        def outgoing() -> Tensor:
+            return self._assign_rows(lambda: incoming.read([torch.int64])[0])
 
-        replies = ranks.all_to_all(
-            lambda: [[each] for each in self._assign_rows(read).split(served)],
-            incoming_sizes=requested_bytes,
-            max_bytes=max_bytes,
-            outgoing_sizes=served_bytes,
-        )
+        max_count = max_bytes // _ID_BYTES
+        found = ranks.exchange_rows(outgoing, served, counts, max_count, flat[:0])
+        owners = torch.arange(ranks.world_size).repeat_interleave(counts)
         rows = torch.empty_like(flat)
-        pieces = enumerate(read_all(replies, requested, torch.int64))
-        rows[order] = concat([each * ranks.world_size + rank for rank, each in pieces])
+        rows[order] = found * ranks.world_size + owners
         return rows.view(ids.shape).to(ids.device)
 
     def _assign_rows(self, read: Callable[[], Tensor]) -> Tensor:
@@ -349,13 +336,10 @@ class Vocabulary(nn.Module):
         """The rows of all ids of an ordinary vocabulary, of which each rank knows its own."""
         ranks, shared = self.collectives, self.local.options.shared
         owners = hash_owner(theirs.ids[shared : theirs.used], ranks.world_size)
-        counts: list[int] = owners.bincount(minlength=ranks.world_size).tolist()
-        sizes = [_ID_BYTES * count for count in counts]
-        readers = ranks.all_to_all([[rows[shared:]]] * ranks.world_size, sizes, max(sizes))
+        counts = owners.bincount(minlength=ranks.world_size)
         found = torch.empty_like(owners)
-        for rank, piece in enumerate(read_all(readers, counts, torch.int64)):
-            found[owners == rank] = piece
-        return concat([torch.arange(shared) * ranks.world_size, found])
+        found[owners.argsort(stable=True)] = ranks.all_gather(rows[shared:], counts)
+        return cat([torch.arange(shared) * ranks.world_size, found])
 
     def export(self, table: Table) -> tuple[nn.Embedding, dict[int, int]] | None:
         """A plain embedding with the rows of all ranks that are in use, and the row of each id.
@@ -385,28 +369,28 @@ class Vocabulary(nn.Module):
         ranks, shared, sharded = self.collectives, self.local.options.shared, self._table
         with Caught() as caught:
             sharded = self._check_table("Vocabulary.export", table)
-        others: list[list[Tensor]] = [[] for _ in range(ranks.world_size - 1)]
-        size = _ID_BYTES + sharded.row_bytes
+        size = torch.tensor([_ID_BYTES, sharded.row_bytes])
 
-        def outgoing() -> list[list[Tensor]]:
+        def outgoing() -> Sections:
             saved = self.local.id_table.save()
-            return [[saved.ids[: saved.used], sharded.weight.detach()[: saved.used]], *others]
+            return [saved.ids[: saved.used], sharded.weight.detach()[: saved.used].contiguous()]
 
         with self.local.lock:
             mine = self.used
             used = self.exchange_number(ExchangeKind.EXPORT, mine, caught.error, "", sharded)
-            sizes = [count * size if ranks.rank == 0 else 0 for count in used]
-            lengths = [mine * size] + [0] * len(others)
-            readers = ranks.all_to_all(outgoing, sizes, max(used) * size, lengths)
+            incoming = torch.tensor(used).unsqueeze(1) * (size if ranks.rank == 0 else 0 * size)
+            lengths = torch.zeros_like(incoming)
+            lengths[0] = mine * size
+            max_bytes = max(used) * int(size.sum())
+            messages = ranks.all_to_all(outgoing, lengths, incoming, max_bytes)
         if ranks.rank != 0:
             return None
-        ids = concat(read_all(readers, used, torch.int64))
-        pieces = read_all(readers, [n * sharded.dim for n in used], sharded.weight.dtype)
+        ids, rows = messages.read([torch.int64, sharded.weight.dtype])
         numbers = [torch.arange(n) * ranks.world_size + rank for rank, n in enumerate(used)]
-        order = concat(numbers).argsort()
+        order = cat(numbers).argsort()
         first = shared * ranks.world_size
         found = ids[order][first:].tolist()
-        whole = concat(pieces).view(-1, sharded.dim)[order]
+        whole = rows.view(-1, sharded.dim)[order]
         plain = nn.Embedding.from_pretrained(whole, freeze=False)
         return plain, dict(zip(found, range(first, first + len(found)), strict=True))
 
@@ -424,7 +408,7 @@ class Vocabulary(nn.Module):
         """The numbers of all ranks, which are equal if there is a ``requirement``."""
         counts = torch.full((self.collectives.world_size,), number)
         peers = self._group.exchange_counts(operation, table or self._table, counts, error)
-        numbers = [room[0] for room in peers.counts]
+        numbers: list[int] = peers.counts[:, 0].tolist()
         if requirement and len(set(numbers)) > 1:
             got = numbers if operation is ExchangeKind.GROW else "different ones"
             raise InputError(message(requirement, got))
@@ -444,7 +428,7 @@ def _commit_table_grow(module: Table, table: ShardedTable, rows: int) -> None:
 def _owned_entries(theirs: IdTableSnapshot, ranks: Collectives, shared: int) -> IdTableSnapshot:
     ids = theirs.ids[shared : theirs.used]
     mine = (hash_owner(ids, ranks.world_size) == ranks.rank).nonzero().squeeze(1) + shared
-    rows = concat([torch.arange(shared), mine])
+    rows = cat([torch.arange(shared), mine])
     return theirs._replace(ids=theirs.ids[rows], counts=theirs.counts[rows], used=len(rows))
 
 

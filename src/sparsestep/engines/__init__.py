@@ -30,13 +30,9 @@ def check_engine(engine: str) -> None:
     if engine not in ENGINES:
         raise InputError(message(f"engine must be one of {', '.join(ENGINES)}", repr(engine)))
     if engine == "native" and _native.ext is None:
-        raise InputError(
-            message(
-                "engine='native' needs the C++ core",
-                "an installation without it",
-                "Reinstall without SPARSESTEP_PURE, or use engine='auto'",
-            )
-        )
+        remedy = "Reinstall without SPARSESTEP_PURE, or use engine='auto'"
+        got = "an installation without it"
+        raise InputError(message("engine='native' needs the C++ core", got, remedy))
     if engine == "triton":
         check_available()
 
@@ -49,10 +45,8 @@ def new_native_engine(engine: str) -> NativeEngine | None:
 class EngineDispatcher:
     """The engines of one step, except torch's kernels.
 
-    Args:
-        engine: one of ``ENGINES``.
-        native: the native engine, which may have claimed updates already.
-        params: every parameter that any engine may write in this step.
+    The native engine may have claimed updates already. ``params`` returns every parameter that any
+    engine may write in this step.
     """
 
     def __init__(
@@ -75,16 +69,13 @@ class EngineDispatcher:
         if self._engine == "native":
             raise update.error(_native_obstacle(update, self._native, ", or use engine='auto'"))
         self._reference.claim(update)
-        update.engine, update.fallback_reason = "reference", self._why_reference(update)
-        if self._engine == "auto" and _should_be_fast(update):
-            self._slow.append(update.fallback_reason)
-
-    def _why_reference(self, update: ParamUpdate) -> str:
         if self._engine == "reference":
-            return "you set engine='reference'."
-        if _native.ext is None:
-            return _NO_CORE
-        return _native_obstacle(update, self._native)
+            why = "you set engine='reference'."
+        else:
+            why = _NO_CORE if _native.ext is None else _native_obstacle(update, self._native)
+        update.engine, update.fallback_reason = "reference", why
+        if self._engine == "auto" and _should_be_fast(update):
+            self._slow.append(why)
 
     @property
     def is_native(self) -> bool:
@@ -140,27 +131,34 @@ _NO_CORE = (
 )
 
 
+_MAX_KEPT = 8192  # max_kept_slot_size in native/core/types.h
+
+
 def _native_obstacle(update: ParamUpdate, native: NativeEngine | None, instead: str = "") -> str:
     param, rule = update.targets[0], update.settings.rule
     why = native.traces.errors.get(id(update.settings)) if native is not None else None
     if why is not None:
         requirement = "the native engine needs a formula of element-wise and row-wise operations"
-        return message(requirement, f"rule {rule.name!r}, where {why}", _suggest(why))
+        page = "https://sparsestep.readthedocs.io/write-your-own-rule.html"
+        remedy = f"engine='reference' runs any formula; {page} lists the operations"
+        if "branches on" in why:
+            remedy = "Use torch.where instead of if"
+        return message(requirement, f"rule {rule.name!r}, where {why}", remedy)
     if not rule.has_native_kernel and rule.traceable_update is None:
         requirement = "the native engine needs a rule that it can record"
         return message(requirement, f"rule {rule.name!r} with compile", "Leave out compile")
+    row_size = param[:1].numel() if param.dim() else 1
+    if param.is_cpu and update.settings.constraint is not None and row_size > _MAX_KEPT:
+        requirement = (
+            f"the native engine needs float32 or float64 throughout to constrain rows of more than "
+            f"{_MAX_KEPT} elements"
+        )
+        return message(requirement, f"{param.dtype}, {row_size} elements", instead.lstrip(", or"))
     return message(
         "the native engine needs CPU tensors whose rows are evenly spaced",
         f"{param.dtype} on {param.device}, shape {tuple(param.shape)}, strides {param.stride()}",
         f"Make the parameter contiguous{instead}",
     )
-
-
-def _suggest(why: str) -> str:
-    if "branches on" in why:
-        return "Use torch.where instead of if"
-    page = "https://sparsestep.readthedocs.io/write-your-own-rule.html"
-    return f"engine='reference' runs any formula; {page} lists the operations"
 
 
 def _should_be_fast(update: ParamUpdate) -> bool:
@@ -171,5 +169,5 @@ def _should_be_fast(update: ParamUpdate) -> bool:
     if _native.ext is None:
         return True
     # Torch's kernels are the fast path for other devices and dense gradients.
-    is_sparse = update.indexed.indices is not None
+    is_sparse = update.indexed.indices is not None or update.packed is not None
     return update.param.is_cpu and (is_sparse or not rule.has_native_kernel)

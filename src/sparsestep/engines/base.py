@@ -18,87 +18,63 @@ from sparsestep.engines.rounding import RowStride
 from sparsestep.errors import InputError, message, usable
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import Gradient
+from sparsestep.grads.masks import PackedMask
+from sparsestep.rules.constraint import RowConstraint
 from sparsestep.rules.rule import Rule
 
 
 @dataclass(slots=True)
 class GroupSettings:
-    """The options of a param group in this step.
-
-    Attributes:
-        rule: the rule.
-        hyperparams: the rule's keyword arguments except ``step``.
-        grad_sign: -1.0 to maximize, else 1.0.
-        coupled_decay: weight decay that is added to the gradient.
-        decay_factor: factor of the parameter under decoupled weight decay; 1.0 without.
-        state_dtype: dtype of new state; ``None`` for the parameter's, at least float32.
-        seed: seed of stochastic rounding; ``None`` to round to nearest.
-        stochastic_rounding: whether half precision is rounded stochastically; int8 always is.
-        describe_param: names a parameter of the group, by its index, in messages.
-        has_torch_kernel: whether torch's own kernel supports the options, for dense gradients.
-        wants_torch_kernel: whether an option asks for it, such as ``foreach`` or ``fused``.
-        vectors: the options of parameters without rows, where they differ; see ``for_param``.
-        core: the native engine's cache of the group.
-        elementwise: the settings of parameters with dense gradients, if they have others.
-    """
+    """The options of a param group in this step."""
 
     rule: Rule
-    hyperparams: dict[str, Any]
-    grad_sign: float
-    coupled_decay: float
-    decay_factor: float
-    state_dtype: torch.dtype | None
-    seed: int | None
-    stochastic_rounding: bool
-    describe_param: Callable[[int], str]
-    has_torch_kernel: bool = False
-    wants_torch_kernel: bool = False
-    vectors: GroupSettings | None = None
-    core: dict[Any, Any] = field(default_factory=dict)
-    elementwise: GroupSettings | None = None
+    hyperparams: dict[str, Any]  # the rule's keyword arguments except ``step``
+    grad_sign: float  # -1.0 to maximize, else 1.0
+    coupled_decay: float  # weight decay that is added to the gradient
+    decay_factor: float  # of the parameter, under decoupled weight decay; 1.0 without
+    state_dtype: torch.dtype | None  # of new state; None: the parameter's, at least float32
+    seed: int | None  # of stochastic rounding; None: round to nearest
+    stochastic_rounding: bool  # of half precision; int8 is always rounded stochastically
+    describe_param: Callable[[int], str]  # names a parameter, by its index, in messages
+    has_torch_kernel: bool = False  # whether torch's own kernel supports the options
+    wants_torch_kernel: bool = False  # whether an option asks for it: ``foreach``, ``fused``, ...
+    vectors: GroupSettings | None = None  # of parameters without rows, if these have others
+    core: dict[Any, Any] = field(default_factory=dict)  # caches of engines
+    elementwise: GroupSettings | None = None  # of dense gradients, if these have others
+    constraint: RowConstraint | None = None  # of the norm of updated rows
 
     def for_param(self, param: Tensor) -> GroupSettings:
         """Return the options of a parameter of the group."""
         return self if self.vectors is None or param.dim() > 1 else self.vectors
 
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether updates need whole rows: for state per row, or their norm."""
+        return self.rule.needs_whole_rows or self.constraint is not None
+
 
 @dataclass(slots=True)
 class ParamUpdate:
-    """One parameter's update in this step, checked except for the indices.
-
-    Attributes:
-        settings: the options of its param group.
-        group: the param group itself.
-        index: the parameter's index in its group.
-        key: the tensor that indexes ``optimizer.state``.
-        param: the tensor that holds its values; another one for a DTensor.
-        grad: its gradient as given.
-        indexed: its gradient in canonical form.
-        param_state: its entry in ``optimizer.state``; ``None`` before the first step.
-        state: the rule's state tensors; ``None`` before they exist.
-        targets: the parameter and its state as real tensors, which engines write in place.
-        step: the number of this update, counted from 1.
-        seed: seed of this update's stochastic rounding.
-        engine: the name of the engine that has claimed it.
-        fallback_reason: why that is not the native engine.
-        row_stride: its rows within a sharded table, for their random bits.
-    """
+    """One parameter's update in this step, checked except for the indices."""
 
     settings: GroupSettings
     group: dict[str, Any]
-    index: int
-    key: Tensor
-    param: Tensor
-    grad: Gradient
-    indexed: IndexedGrad
-    param_state: dict[str, Any] | None = None
-    state: list[Tensor] | None = None
-    targets: list[Tensor] = field(default_factory=list)
-    step: int = 1
-    seed: int | None = None
-    engine: str = ""
-    fallback_reason: str = ""
-    row_stride: RowStride | None = None
+    index: int  # of the parameter in its group
+    key: Tensor  # indexes ``optimizer.state``
+    param: Tensor  # holds the values; another tensor than ``key`` for a DTensor
+    grad: Gradient  # as given
+    indexed: IndexedGrad  # in canonical form
+    param_state: dict[str, Any] | None = None  # in ``optimizer.state``; None before the first step
+    state: list[Tensor] | None = None  # the rule's; None before it exists
+    targets: list[Tensor] = field(default_factory=list)  # parameter and state as real tensors
+    step: int = 1  # the number of this update
+    seed: int | None = None  # of this update's stochastic rounding
+    engine: str = ""  # that has claimed it
+    fallback_reason: str = ""  # why that is not the native one
+    row_stride: RowStride | None = None  # rows of a shard in its table, for their random bits
+    # The layout of its state, if that has only the elements that a mask keeps. A dense gradient
+    # then stands for these alone.
+    packed: PackedMask | None = None
 
     def steps_taken(self) -> int:
         """Return the number of steps taken; 1 if the state does not count them."""

@@ -41,11 +41,8 @@ FusedOp: TypeAlias = tuple[str, int, tuple[Argument, ...]]
 class _PhaseLowering:
     """Lowers the tile operations of one phase.
 
-    Args:
-        lowering: that of the program.
-        needed: values that the phase needs, in order.
-        wanted: values that must be in registers at the end.
-        writes: whether these are the new parameter and states.
+    It needs the values ``needed``, in order. Those in ``wanted`` must be in registers at the end;
+    if it ``writes``, they are the new parameter and states.
     """
 
     def __init__(
@@ -141,8 +138,8 @@ class _PhaseLowering:
 
         for place in self._made:
             name, arguments, _ = operations[place]
-            made = _fuse(name, arguments, [used_once(argument) for argument in arguments])
-            name, arguments, absorbed = made
+            makers = [used_once(argument) for argument in arguments]
+            name, arguments, absorbed = _fuse(name, arguments, makers)
             for each in absorbed:
                 del steps[each]
             steps[place] = (name, place, arguments)
@@ -154,10 +151,8 @@ def _fuse(
 ) -> tuple[str, tuple[Argument, ...], list[int]]:
     """Fuse an operation with those that compute its arguments, if there is an instruction for it.
 
-    ``makers`` has the operation that computes each argument, if that has no other use.
-
-    Returns:
-        Name and arguments of the fused operation, and the places of the operations it replaces.
+    ``makers`` has the operation that computes each argument, if that has no other use. Returns name
+    and arguments of the fused operation, and the places of the operations it replaces.
     """
     if len(arguments) != 2:
         return name, arguments, []
@@ -175,18 +170,19 @@ def _fuse(
 
 # Fused instruction of an operation and the maker of its second, or first, argument. The maker's
 # arguments come first.
-_FUSE_RIGHT = {
+_FUSE_EITHER = {
     ("add", "mul"): "mul_add",
     ("add", "sqrt"): "sqrt_add",
     ("add", "sqrt_div"): "sqrt_div_add",
+}
+_FUSE_RIGHT = {
+    **_FUSE_EITHER,
     ("sub", "mul"): "sub_mul",
     ("sub", "div"): "sub_div",
     ("sub", "mul_div"): "sub_mul_div",
 }
 _FUSE_LEFT = {
-    ("add", "mul"): "mul_add",
-    ("add", "sqrt"): "sqrt_add",
-    ("add", "sqrt_div"): "sqrt_div_add",
+    **_FUSE_EITHER,
     ("sub", "mul"): "mul_sub",
     ("div", "mul"): "mul_div",
     ("div", "sqrt"): "sqrt_div",
@@ -220,21 +216,13 @@ class Phase(NamedTuple):
 
 
 class LoweredProgram(NamedTuple):
-    """A program for the core.
+    """A program for the core: counts of its inputs, and phases, in order."""
 
-    Attributes:
-        states: the number of states per element.
-        row_states: the number of states per row.
-        constants: the number of constants.
-        phases: in order.
-        row_results: the registers of the new states per row.
-    """
-
-    states: int
+    states: int  # per element
     row_states: int
     constants: int
     phases: list[Phase]
-    row_results: list[int]
+    row_results: list[int]  # registers of the new states per row
 
     @property
     def encoded(self) -> tuple[int, int, int, tuple[tuple[bytes, bytes], ...], bytes]:

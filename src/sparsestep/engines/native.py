@@ -26,7 +26,7 @@ from sparsestep.rules.trace import Program, TraceError, trace
 if TYPE_CHECKING:
     from sparsestep._C import _NativeGroup as NativeGroup
     from sparsestep._C import _Program as NativeProgram
-    from sparsestep.grads.masks import CachedMask
+    from sparsestep.grads.masks import CachedMask, PackedMask, SelectedSlots
 
     # A group when it was read: its values, the core's view of it, and its masks, if it has any.
     CachedGroup = tuple[tuple[Any, ...], NativeGroup | None, list[CachedMask] | None]
@@ -41,34 +41,23 @@ _MAX_LOWERED = 256
 
 
 class TracedGroup(NamedTuple):
-    """A param group whose formula was traced for one step.
-
-    Attributes:
-        settings: the options of the group.
-        step: the number of the update.
-        group: the core's view of the group.
-        casts_to_float32: whether the formula does, which rules out float64.
-    """
+    """A param group whose formula was traced for one step."""
 
     settings: GroupSettings
     step: int
     group: NativeGroup
-    casts_to_float32: bool
+    casts_to_float32: bool  # which rules out float64
 
 
 class StepTraces:
-    """The programs of one step.
-
-    Attributes:
-        errors: why a formula could not be traced, by id of its settings.
-    """
+    """The programs of one step."""
 
     def __init__(self) -> None:
         self._traced: dict[tuple[int, int], TracedGroup] = {}  # by id of the settings, and step
-        self.errors: dict[int, str] = {}
+        self.errors: dict[int, str] = {}  # why a formula cannot be traced, by id of its settings
 
     def adopt(self, traced: Iterable[TracedGroup]) -> None:
-        """Adopt traces of this very step: a formula is called once per step."""
+        """Adopt traces of this step: a formula is called once per step."""
         self._traced.update({(id(each.settings), each.step): each for each in traced})
 
     def native_group(
@@ -137,12 +126,7 @@ def _retrace(
     group: dict[str, Any],
     state: Mapping[Tensor, Any],
 ) -> TracedGroup | None:
-    """Trace a param group again, which had these values and settings when it was read.
-
-    Returns:
-        ``None`` if the step has to be planned: the formula cannot be traced this time, the group
-        has other values, or no gradient.
-    """
+    """Trace a group that had these values when it was read; ``None`` if it must be read again."""
     if len(values) != len(group) or not all(map(is_, group.values(), values)):
         return None
     step = _next_step(group["params"], state)
@@ -165,6 +149,7 @@ def _trace_group(settings: GroupSettings, step: int) -> TracedGroup:
         settings.decay_factor,
         tuple(program.constants),
         settings.stochastic_rounding,
+        settings.constraint,
     )
     return TracedGroup(settings, step, group, program.casts_to_float32)
 
@@ -198,7 +183,7 @@ class NativeEngine:
         state: dict[Tensor, Any],
         addresses: dict[int, tuple[Any, ...]],
         seen: set[int],
-        selections: list[tuple[Tensor, int, torch.Size] | None] | None,
+        selections: list[SelectedSlots | PackedMask | None] | None,
         grads: Sequence[Gradient | None] | None,
         first: int,
         claimed: list[Claimed] | None = None,
@@ -224,9 +209,9 @@ class NativeEngine:
         """
         group = None
         if settings.seed is None:
-            group = native_group(settings)
-            if group is None:
-                group = self.traces.standard_group(settings, params, state, grads)
+            group = native_group(settings) or self.traces.standard_group(
+                settings, params, state, grads
+            )
         if group is None:
             return range(first, first + len(params))
         return self._jobs.try_claim(
@@ -247,24 +232,33 @@ class NativeEngine:
         if (
             grad.indices is None
             and grad.element_mask is None
-            and not settings.rule.needs_whole_rows
+            and update.packed is None
+            and not settings.needs_whole_rows
             and settings.rule.traceable_update is None  # a formula may reduce over the slots given
         ):
             grad, targets = _as_one_slot(grad, targets)
         param, *state = targets
         if not grad.values.is_contiguous():
             grad = grad.with_value_rows()
-        return self._jobs.add(
-            group,
-            update.step,
-            grad,
-            param,
-            state,
-            update.seed,
-            update.row_stride,
-            settings,
-            update.index,
-        )
+
+        def add(grad: IndexedGrad) -> bool:
+            return self._jobs.add(
+                group,
+                update.step,
+                grad,
+                param,
+                state,
+                update.seed,
+                update.row_stride,
+                update.packed,
+                settings,
+                update.index,
+            )
+
+        if update.packed is None or grad.indices is not None:
+            return add(grad)
+        # A formula that reduces over slots has to see every element as one.
+        return add(grad) or add(update.packed.select(grad))
 
     def prepare(self) -> None:
         """Do everything that can fail; raises if an index is out of range."""
@@ -317,6 +311,7 @@ def native_group(settings: GroupSettings) -> NativeGroup | None:
                 spec.int8_format == "signed" for spec in rule.state[: int8.num_encoded(rule.state)]
             ),
             not settings.wants_torch_kernel and settings.elementwise is None,
+            settings.constraint,
         )
     return found
 
@@ -338,20 +333,12 @@ def apply_standard(
 
 
 class CachedPlan(NamedTuple):
-    """The core's cache of each param group, so that an identical step needs one call.
-
-    Attributes:
-        cached_groups: for each group, its values when it was read, the core's view of it, if any,
-            and its masks.
-        settings: the options of each group.
-        traced: groups whose formula is traced in every step, by index.
-        unused_traces: traces of a step that could not be replayed after all.
-    """
+    """The core's cache of each param group, so that an identical step needs one call."""
 
     cached_groups: list[CachedGroup]
     settings: list[GroupSettings]
-    traced: list[tuple[int, GroupSettings]]
-    unused_traces: list[TracedGroup]
+    traced: list[tuple[int, GroupSettings]]  # groups whose formula is traced in every step
+    unused_traces: list[TracedGroup]  # of a step that could not be replayed after all
 
 
 def replay_step(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsestep.engines import rounding
 from sparsestep.engines.base import ParamUpdate
-from sparsestep.engines.finishing import finish
+from sparsestep.engines.finishing import certain, finish
 from sparsestep.errors import InputError
 from sparsestep.grads.dedup import sum_duplicates
 from sparsestep.memory.tensors import HALF_DTYPES, overlapping
@@ -27,21 +27,22 @@ class ReferenceResult:
     """New values for the slots of a gradient, in the parameter and its state; not written yet."""
 
     update: ParamUpdate
-    slots: Tensor | None
+    slots: list[Tensor | None]  # for each tensor
     new: list[Tensor]
 
     @torch.no_grad()
     def writes(self) -> Iterator[Callable[[], object]]:
         """Calls that store the new values, rounded to each tensor's own dtype."""
-        for index, (tensor, new) in enumerate(zip(self.update.targets, self.new, strict=False)):
-            yield _scatter(tensor.detach(), self.slots, self._rounded(index, new, tensor.dtype))
+        targets = zip(self.update.targets, self.slots, self.new, strict=False)
+        for index, (tensor, slots, new) in enumerate(targets):
+            yield _scatter(tensor.detach(), slots, self._rounded(index, new, tensor.dtype))
 
     def _rounded(self, index: int, new: Tensor, dtype: torch.dtype) -> Tensor:
         seed, settings, stride = self.update.seed, self.update.settings, self.update.row_stride
         is_code = dtype is torch.int8
         if seed is None or not (is_code or (settings.stochastic_rounding and dtype in HALF_DTYPES)):
             return new.to(dtype)
-        slots = self.slots
+        slots = self.slots[index]
         if slots is None:
             slots = torch.arange(len(new), device=new.device)
         if is_code:
@@ -59,11 +60,7 @@ class ReferenceResult:
 
 
 class ReferenceEngine:
-    """Computes all new values before it writes any.
-
-    Args:
-        params: every parameter that any engine may write in this step.
-    """
+    """Computes all new values before it writes any; ``params`` as in ``EngineDispatcher``."""
 
     def __init__(self, params: Callable[[], Iterable[Tensor]]) -> None:
         self._params = params
@@ -71,10 +68,9 @@ class ReferenceEngine:
         self._writes: list[Callable[[], object]] = []
         self._late: list[ParamUpdate] = []
 
-    def claim(self, update: ParamUpdate) -> bool:
+    def claim(self, update: ParamUpdate) -> None:
         """Take any update."""
         self._updates.append(update)
-        return True
 
     @property
     def is_empty(self) -> bool:
@@ -88,7 +84,7 @@ class ReferenceEngine:
         shared = overlapping(self._params())
         for update in self._updates:
             try:
-                result = compute(update)
+                writes = _compute_writes(update)
             except InputError as error:
                 raise update.error(error) from None
             if id(update.key) in shared:
@@ -96,29 +92,29 @@ class ReferenceEngine:
                 # then. This first run has shown that the rule does not raise.
                 self._late.append(update)
             else:
-                self._writes += result.writes()
+                self._writes += writes
 
     def commit(self) -> None:
         """Write the new values."""
         if self._writes:
             finish(self._writes)
         for update in self._late:
-            late: list[Callable[[], object]] = []
-            finish((partial(_append_writes, update, late),))
-            finish(late)
+            finish(certain(partial(_compute_writes, update)))
 
 
-def _append_writes(update: ParamUpdate, writes: list[Callable[[], object]]) -> None:
-    writes[:] = compute(update).writes()
+def _compute_writes(update: ParamUpdate) -> list[Callable[[], object]]:
+    return list(compute(update).writes())
 
 
 @torch.no_grad()
 def compute(update: ParamUpdate) -> ReferenceResult:
     """Evaluate the rule on the slots of a gradient; raises if an index is out of range."""
-    settings, indexed = update.settings, update.indexed
+    settings, indexed, packed = update.settings, update.indexed, update.packed
+    if packed is not None and indexed.indices is None:
+        indexed = packed.select(indexed)
     slots, grad = sum_duplicates(indexed)
     if grad.numel() == 0:
-        return ReferenceResult(update, slots, [])
+        return ReferenceResult(update, [], [])
     tensors = update.targets
     in_double = any(tensor.dtype == torch.float64 for tensor in (*tensors, grad))
     dtype = torch.float64 if in_double else torch.float32
@@ -126,12 +122,13 @@ def compute(update: ParamUpdate) -> ReferenceResult:
     if settings.grad_sign < 0:
         grad = -grad
     per_row = [False, *(spec.per_row for spec in settings.rule.state)]
+    state_slots = slots if packed is None or slots is None else packed.positions(slots)
+    slots_of = [slots, *(state_slots for _ in settings.rule.state)]
     old = [
-        _gather(tensor, slots, indexed.num_slots, 1 if is_per_row else indexed.slot_size, dtype)
-        for tensor, is_per_row in zip(tensors, per_row, strict=True)
+        _gather(tensor, at, indexed.num_slots, 1 if is_per_row else indexed.slot_size, dtype)
+        for tensor, at, is_per_row in zip(tensors, slots_of, per_row, strict=True)
     ]
-    old = [old[0], *int8.decode(settings.rule.state, old[1:])]
-    param, *state = old
+    param, *state = old = [old[0], *int8.decode(settings.rule.state, old[1:])]
     mask = indexed.element_mask
     if mask is not None and indexed.value_index is not None:
         mask = mask[indexed.value_index]
@@ -146,7 +143,9 @@ def compute(update: ParamUpdate) -> ReferenceResult:
             torch.where(mask, value, before) if value.shape == mask.shape else value
             for value, before in zip(new, old, strict=True)
         ]
-    return ReferenceResult(update, slots, [new[0], *int8.encode(settings.rule.state, new[1:])])
+    if settings.constraint is not None:  # slots are rows
+        new[0] = settings.constraint.apply(new[0])
+    return ReferenceResult(update, slots_of, [new[0], *int8.encode(settings.rule.state, new[1:])])
 
 
 def _gather(

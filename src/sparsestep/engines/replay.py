@@ -38,21 +38,13 @@ class Slot(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """An operation of a recording.
-
-    Attributes:
-        function: the function.
-        args: its arguments, with a ``Slot`` for each tensor that is replaced.
-        kwargs: its keyword arguments, likewise.
-        result: the slot of the tensor that it creates; ``None`` if it works in place.
-        is_view: whether the result is a view of an argument.
-    """
+    """An operation of a recording."""
 
     function: Callable[..., Any]
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # with a ``Slot`` for each tensor that is replaced, as in ``kwargs``
     kwargs: dict[str, Any]
-    result: int | None
-    is_view: bool
+    result: int | None  # the slot of the tensor that it creates; None if it works in place
+    is_view: bool  # whether the result is a view of an argument
 
 
 class Recording(TorchFunctionMode):
@@ -81,9 +73,13 @@ class Recording(TorchFunctionMode):
             with self:
                 return inner(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name.startswith("_foreach_") and not name.endswith("_"):
+        if name.startswith("_foreach_") and not name.endswith("_"):  # as in place, on copies
+            if not isinstance(args[0], tuple | list):
+                raise CannotReplayError(name)
             with self:
-                return _in_place(name, *args, **kwargs)
+                copies = [tensor.clone() for tensor in args[0]]
+                getattr(torch, f"{name}_")(copies, *args[1:], **kwargs)
+                return copies
         if name in _READS:
             raise CannotReplayError(name)
         result = func(*args, **kwargs)
@@ -116,15 +112,6 @@ class Recording(TorchFunctionMode):
         return value
 
 
-def _in_place(name: str, tensors: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
-    """Run a foreach function as its in-place variant on copies."""
-    if not isinstance(tensors, tuple | list):
-        raise CannotReplayError(name)
-    copies = [tensor.clone() for tensor in tensors]
-    getattr(torch, f"{name}_")(copies, *args, **kwargs)
-    return copies
-
-
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -154,9 +141,7 @@ class Replay:
         self._buffers: list[Tensor] = []
         self._endings: dict[Any, list[Any]] = {}  # of environments, by shape and strides
 
-    def _compiled(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[list[Any]], Any]:
+    def _compiled(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = [self._source(arg) for arg in args]
         given += [f"{name}={self._source(value)}" for name, value in kwargs.items()]
         return _function(f"{self._source(function)}({', '.join(given)})")

@@ -20,33 +20,24 @@ _LONG = 0xFFFFFFFFFFFFFFFF
 class RowStride(NamedTuple):
     """Rows of a sharded table: row ``i`` of the shard is row ``i * step + first`` of the table.
 
-    Attributes:
-        length: the number of elements of a row.
-        step: the number of shards.
-        first: the first row of this shard.
+    Example:
+        >>> RowStride(length=2, step=3, first=1).rows(torch.arange(3)).tolist()
+        [1, 4, 7]
+        >>> RowStride(length=2, step=3, first=1).elements(torch.arange(4)).tolist()
+        [2, 3, 8, 9]
     """
 
-    length: int
-    step: int
-    first: int
+    length: int  # elements of a row
+    step: int  # number of shards
+    first: int  # row of this shard
 
     def elements(self, here: Tensor) -> Tensor:
-        """Return the indices of a shard's elements in the table.
-
-        Example:
-            >>> RowStride(length=2, step=3, first=1).elements(torch.arange(4)).tolist()
-            [2, 3, 8, 9]
-        """
+        """Return the indices of a shard's elements in the table."""
         rows = self.rows(here.div(self.length, rounding_mode="floor"))
         return rows * self.length + here % self.length
 
     def rows(self, here: Tensor) -> Tensor:
-        """Return the indices of a shard's rows in the table.
-
-        Example:
-            >>> RowStride(length=2, step=3, first=1).rows(torch.arange(3)).tolist()
-            [1, 4, 7]
-        """
+        """Return the indices of a shard's rows in the table."""
         return here * self.step + self.first
 
 

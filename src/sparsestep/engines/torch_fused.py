@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from sparsestep.engines.replay import (
     pieces,
 )
 from sparsestep.errors import InputError, is_out_of_memory, message
-from sparsestep.grads.layouts import GradLayout, classify
 from sparsestep.memory import tensors as parameters
 from sparsestep.rules.options import NUMBERS, SWITCHES, as_float, as_pair
 
@@ -45,23 +45,15 @@ _FEW_PARAMS, _FEW_ELEMENTS = 16, 1 << 15
 
 @dataclass(slots=True)
 class DenseBatch:
-    """Dense gradients of one param group, as lists: what torch's kernels take.
-
-    Attributes:
-        group: the param group's options.
-        params: written in place.
-        grads: one for each parameter.
-        state: lists of state tensors by name; ``None`` if the kernel creates the tensor.
-        steps: step counts, which the kernel advances.
-        is_first: whether this is the first step and ``state`` is already allocated, with any
-            values; only for rules that do not count steps.
-    """
+    """Dense gradients of one param group, as lists: what torch's kernels take."""
 
     group: Mapping[str, Any]
-    params: list[Tensor]
+    params: list[Tensor]  # written in place
     grads: list[Tensor]
-    state: dict[str, list[Any]]
-    steps: list[Tensor]
+    state: dict[str, list[Any]]  # tensors by name; None if the kernel creates the tensor
+    steps: list[Tensor]  # step counts, which the kernel advances
+    # Whether this is the first step and ``state`` is already allocated, with any values; only for
+    # rules that do not count steps.
     is_first: bool = False
 
     @property
@@ -73,14 +65,8 @@ class DenseBatch:
 class TorchFusedEngine:
     """Runs torch's kernel on dense gradients, by param group.
 
-    Attributes:
-        claimed: all claimed updates.
-        first_updates: those that are the first update of their parameter.
-
-    Args:
-        kernel: torch's kernel.
-        new_param_state: creates the state of a first update.
-        state_dtype: the dtype of new state, for a parameter and the ``state_dtype`` of its group.
+    ``new_param_state`` creates the state of a first update. ``state_dtype`` returns the dtype of
+    new state, for a parameter and the ``state_dtype`` of its group.
     """
 
     def __init__(
@@ -93,7 +79,7 @@ class TorchFusedEngine:
         self._new_param_state = new_param_state
         self._state_dtype = state_dtype
         self.claimed: list[ParamUpdate] = []
-        self.first_updates: list[ParamUpdate] = []
+        self.first_updates: list[ParamUpdate] = []  # of these, the first of their parameter
         self._direct: dict[tuple[Any, ...], list[ParamUpdate]] = {}  # run in commit
         self._replayed: dict[tuple[Any, ...], list[ParamUpdate]] = {}
         self._prepared: list[tuple[Replay, list[list[Any]]]] = []  # with their environments
@@ -131,8 +117,10 @@ class TorchFusedEngine:
                 for update in updates:
                     if update.param_state is None:
                         update.param_state = self._new_param_state(update)
+                elements = sum(update.param.numel() for update in updates)
+                are_few = len(updates) <= _FEW_PARAMS and elements <= _FEW_ELEMENTS
                 try:
-                    if updates[0].settings.rule.counts_steps and _are_few(updates):
+                    if updates[0].settings.rule.counts_steps and are_few:
                         self._prepare_copies(updates)
                     else:
                         self._prepare_replay(updates, is_first=kind[1])
@@ -169,9 +157,7 @@ class TorchFusedEngine:
     def _prepare_copies(self, updates: list[ParamUpdate]) -> None:
         """Copy the tensors that the kernel will write."""
         batch = self._batch(updates)
-        written = [*batch.params, *batch.steps]
-        for tensors in batch.state.values():
-            written += tensors
+        written = list(chain(batch.params, batch.steps, *batch.state.values()))
         self._copies += map(_copy, written)
         self._written += written
         self._small.append(batch)
@@ -239,9 +225,9 @@ class TorchFusedEngine:
     def _fits(self, update: ParamUpdate) -> bool:
         """Whether the kernel supports the update: all tensors of one dtype, supported options."""
         group, param, grad = update.group, update.param, update.grad
-        if type(grad) not in (Tensor, torch.nn.Parameter) or not isinstance(grad, Tensor):
+        if not isinstance(grad, _PLAIN) or type(grad) not in _PLAIN:
             return False
-        if classify(grad) is not GradLayout.STRIDED:
+        if grad.layout is not torch.strided:
             return False
         if update.state:
             dtypes = {tensor.dtype for tensor in update.state}
@@ -256,8 +242,7 @@ class TorchFusedEngine:
                 return False
         if group.get("fused"):
             # Torch's fused kernels assume the same order of elements, without gaps.
-            tensors = (param, update.indexed.values, *(update.state or ()))
-            if not parameters.lie_alike(tensors):
+            if not parameters.lie_alike((param, update.indexed.values, *(update.state or ()))):
                 return False
             try:
                 check_fused(param)
@@ -277,11 +262,6 @@ def _copy(tensor: Tensor) -> Tensor:
 def _set_counts(counts: list[Tensor], step: Tensor) -> None:
     for count in counts:
         count.copy_(step)
-
-
-def _are_few(updates: list[ParamUpdate]) -> bool:
-    elements = sum(update.param.numel() for update in updates)
-    return len(updates) <= _FEW_PARAMS and elements <= _FEW_ELEMENTS
 
 
 def _coerce_options(group: Mapping[str, Any]) -> dict[str, Any]:

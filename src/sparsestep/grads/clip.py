@@ -31,6 +31,7 @@ from sparsestep.grads.compact import (
     append_implicit_zero,
     check_has_order,
     clamp_sums,
+    coo_like,
     norm_equivalent,
 )
 from sparsestep.grads.dedup import sum_duplicates
@@ -229,10 +230,11 @@ def _clamp(named: _NamedGrad, bound: float) -> Tensor | None:
             shape = grad.shape[: grad.sparse_dim()]
             indices = stack(torch.unravel_index(slots, shape)) if shape else slots.new_empty(0, 1)
             values = total.clamp(-bound, bound).to(grad.dtype).reshape(-1, *values.shape[1:])
-            return _coo_like(grad, indices, values, coalesced=True)
+            return coo_like(grad, indices, values, coalesced=True)
     if is_writable:
         return None
-    return _coo_like(grad, indices, values.clamp(-bound, bound), grad.is_coalesced())
+    values = values.clamp(-bound, bound)
+    return coo_like(grad, indices, values, coalesced=grad.is_coalesced())
 
 
 def _norm_over_ranks(
@@ -259,8 +261,7 @@ def _norm_over_ranks(
 def _total_norm(grads: Sequence[_NamedGrad], norm_type: float, foreach: bool | None) -> Tensor:
     """Return the norm of the norms of all gradients, on the device of the first, like torch's.
 
-    This is a function because the views of values that it takes must be gone before
-    ``_owns_values``.
+    A function of its own, because its views of values must be gone before ``_owns_values``.
     """
     tensors = []
     for each in grads:
@@ -303,20 +304,9 @@ def _scale_grads(grads: Sequence[_NamedGrad], factor: Tensor, foreach: bool | No
             replaced[grad] = replaced.get(grad, coo_values(grad)) * factor.to(grad.device)
     _foreach_mul([_stored_values(each) for each in in_place], factor, foreach)
     for grad, values in replaced.items():
-        grad.data = _coo_like(grad, coo_indices(grad), values, grad.is_coalesced())
+        grad.data = coo_like(grad, coo_indices(grad), values, coalesced=grad.is_coalesced())
     for grad in compact:
         grad.mul_(factor.to(grad.device))  # gives it new rows
-
-
-def _coo_like(grad: Tensor, indices: Tensor, values: Tensor, coalesced: bool) -> Tensor:
-    return torch.sparse_coo_tensor(
-        indices,
-        values,
-        grad.shape,
-        device=values.device,
-        is_coalesced=coalesced,
-        check_invariants=False,
-    )
 
 
 def _foreach_mul(tensors: list[Tensor], factor: Tensor, foreach: bool | None) -> None:
@@ -340,9 +330,8 @@ def _stored_values(named: _NamedGrad) -> Tensor:
 def _owns_values(named: _NamedGrad) -> bool:
     """Whether a COO gradient's values can be written without changing anything else.
 
-    Autograd expands values, and where the rows of two tables were added it gives both gradients the
-    same memory: scaled in place, each would be scaled by the factor of the other as well. A masked
-    tensor has copied its own.
+    Autograd expands values, and gives two tables whose rows were added gradients in the same
+    memory: in place, each would be scaled twice. A masked tensor has copied its own.
     """
     if named.layout is GradLayout.MASKED:
         return True

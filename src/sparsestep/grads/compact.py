@@ -23,7 +23,6 @@ from torch import Tensor
 
 from sparsestep._native import ext
 from sparsestep._torch import (
-    VALUES_OF_COO,
     cat,
     coo_indices,
     coo_values,
@@ -45,12 +44,8 @@ from sparsestep.grads.exchange import (
 )
 from sparsestep.grads.indexed import IndexedGrad
 
+# Names of functions that write their first argument.
 _IN_PLACE = re.compile(r"(__i(add|sub|mul|truediv|floordiv|mod|pow)__|[a-z_0-9]*[a-z0-9]_)(\.\w+)?")
-
-
-def _is_in_place(func: Any) -> bool:
-    """Whether a function writes its first argument."""
-    return _IN_PLACE.fullmatch(getattr(func, "__name__", "")) is not None
 
 
 # Operators called by dispatch modes: these come to __torch_dispatch__ next.
@@ -211,7 +206,7 @@ class CompactGrad(Tensor):
             if func == _SET_DATA and isinstance(args[0], CompactGrad):
                 return args[0].copy_from_(args[1])
             result = _call_materialized(func, args, kwargs or {})
-            if func == VALUES_OF_COO and args[0].source is not None:
+            if func == coo_values and args[0].source is not None:  # called by a GradScaler
                 return UnscaledValues.of(result, args[0].source)
             return result
         with without_torch_function():
@@ -257,11 +252,9 @@ def _empty_part(grad: CompactGrad) -> IndexedGrad:
 def _to_coo(grad: CompactGrad) -> Tensor:
     """Return the COO gradient, as a copy: the gradient of the output belongs to others."""
     indexed, shape = grad.indexed(), grad.shape
-    flat = indexed.flat_indices
-    if indexed.value_index is None and indexed.scale is None:
-        values = indexed.values.clone(memory_format=torch.contiguous_format)
-    else:
-        values = indexed.materialize_values().values
+    flat, values = indexed.flat_indices, indexed.materialize_values().values
+    if values is indexed.values:
+        values = values.clone(memory_format=torch.contiguous_format)
     sparse_dim = 1 if indexed.num_slots == shape[0] else grad.dim()
     if sparse_dim == 1:
         indices = flat[None].clone()
@@ -269,12 +262,17 @@ def _to_coo(grad: CompactGrad) -> Tensor:
         indices = stack(torch.unravel_index(flat, shape))
     else:
         indices = flat.new_empty(sparse_dim, 0)
+    return coo_like(grad, indices, values.reshape(flat.numel(), *shape[sparse_dim:]))
+
+
+def coo_like(grad: Tensor, indices: Tensor, values: Tensor, *, coalesced: bool = False) -> Tensor:
+    """Return the COO gradient of the same parameter that has these indices and values."""
     return torch.sparse_coo_tensor(
         indices,
-        values.reshape(flat.numel(), *shape[sparse_dim:]),
-        shape,
+        values,
+        grad.shape,
         device=values.device,
-        is_coalesced=False,
+        is_coalesced=coalesced,
         check_invariants=False,
     )
 
@@ -311,32 +309,22 @@ def _call_materialized(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     args, kwargs = tree_map_only(CompactGrad, ordinary, (tuple(args), kwargs))
     result = func(*args, **kwargs)
-    if _is_in_place(func) and id(result) in grads:
+    if id(result) in grads and _IN_PLACE.fullmatch(getattr(func, "__name__", "")):
         return grads[id(result)]
-    if graph_task_id() != -1 and grads:
-        return _rewrap_in_backward(result, next(iter(grads.values())))
+    if grads and graph_task_id() != -1 and isinstance(result, Tensor) and result.is_sparse:
+        # In a backward, autograd must see the type of tensor that a hook was given.
+        grad = next(iter(grads.values()))
+        if result.shape == grad.shape and result.dtype == grad.dtype:
+            return _like(grad, (), result)
     return result
 
 
 def _check_no_double_backward(grad: CompactGrad) -> None:
     if grad.requires_grad and torch.is_grad_enabled():
-        raise InputError(_DOUBLE_BACKWARD)
-
-
-def _rewrap_in_backward(result: Any, grad: CompactGrad) -> Any:
-    """Wrap a sparse result so that autograd sees the tensor type it started with.
-
-    A hook may return what it made of its gradient, but not another kind of tensor.
-    """
-    is_gradient = isinstance(result, Tensor) and result.is_sparse and result.shape == grad.shape
-    return _like(grad, (), result) if is_gradient and result.dtype == grad.dtype else result
-
-
-_DOUBLE_BACKWARD = message(
-    "the gradient of an embedding cannot be differentiated again (create_graph=True)",
-    "an operation on it that autograd would record",
-    "Use torch.nn's module for that, or detach() the gradient",
-)
+        requirement = "the gradient of an embedding cannot be differentiated again"
+        got = "an operation on it that autograd would record"
+        remedy = "Use torch.nn's module for that, or detach() the gradient"
+        raise InputError(message(f"{requirement} (create_graph=True)", got, remedy))
 
 
 # Handlers of aten operators that keep the gradient compact. NotImplemented: materialize it instead.
@@ -490,10 +478,8 @@ def clamp_sums(grad: CompactGrad, low: float | None, high: float | None) -> Comp
     """Return a gradient that is not materialized with its sums clamped, one row for each slot."""
     check_has_order(grad)
     if not ((low is None or low <= 0) and (high is None or high >= 0)):  # nor NaN
-        requirement = (
-            "0 must be within the bounds, so that entries outside a sparse gradient stay 0"
-        )
-        raise InputError(message(requirement, f"min={low}, max={high}"))
+        why = "so that entries outside a sparse gradient stay 0"
+        raise InputError(message(f"0 must be within the bounds, {why}", f"min={low}, max={high}"))
     indexed = grad.indexed()
     chunks = [(slots, total.clamp(low, high).to(grad.dtype)) for slots, total in iter_sums(indexed)]
     if not chunks:

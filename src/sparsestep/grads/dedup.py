@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,48 +36,40 @@ def iter_sums(
         for slots, total in iter_sums(grad.view_as_real(), 2 * elements):
             yield slots, torch.view_as_complex(total.reshape(len(total), grad.slot_size, 2))
         return
-    entries = _SortedEntries.of(grad)
-    if entries is None:
+    if not grad.flat_indices.numel():
         return
-    num_unique, starts = entries.num_unique, entries.starts
+    all_slots, starts, all_entries = _sort_entries(grad)
+    num_unique = len(all_slots)
     per_chunk = max(1, elements // max(1, grad.slot_size))
-    bounds = starts.tolist() if num_unique > per_chunk else [0, len(entries.order)]
+    bounds = starts.tolist() if num_unique > per_chunk else [0, len(all_entries)]
     for first in range(0, num_unique, per_chunk):
         last = min(first + per_chunk, num_unique)
         begin, end = (bounds[first], bounds[last]) if num_unique > per_chunk else bounds
-        order = entries.order[begin:end]
+        order = all_entries[begin:end]
         if len(order) == last - first:
             total = _gather_rows(grad, order).to(_accumulate_dtype(grad))
         else:
             total = _sum_runs(grad, order, starts[first : last + 1] - begin, per_chunk)
-        yield entries.slots[first:last], total
+        yield all_slots[first:last], total
 
 
-@dataclass(frozen=True)
-class _SortedEntries:
-    """Entries sorted by slot, and where the run of each slot starts."""
+def _sort_entries(grad: IndexedGrad) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the unique slots, the start of each one's run and the last end, and all entries.
 
-    order: Tensor  # the entries by slot, those of a slot in order of appearance
-    num_unique: int
-    slots: Tensor  # the different ones, in ascending order
-    starts: Tensor  # of the run of each slot in ``order``, and the end of the last one
-
-    @classmethod
-    def of(cls, grad: IndexedGrad) -> _SortedEntries | None:
-        """Sort. The host waits once, for the number of slots and for whether they are in range."""
-        indices = grad.flat_indices
-        if not indices.numel():
-            return None
-        indices, order = torch.sort(indices, stable=True)
-        run = torch.zeros_like(indices)  # the number of each entry's run
-        torch.cumsum(indices[1:] != indices[:-1], 0, out=run[1:])
-        low, high, last = stack([indices[0], indices[-1], run[-1]]).cpu().tolist()
-        if low < 0 or high >= grad.num_slots:
-            raise index_error(low if low < 0 else high, grad.num_slots)
-        if last + 1 == len(order):
-            return cls(order, last + 1, indices, torch.arange(last + 2, device=order.device))
-        starts = torch.searchsorted(run, torch.arange(last + 2, device=order.device))
-        return cls(order, last + 1, indices[starts[:-1]], starts)
+    Entries are in order of slots, then of appearance. The host waits once, for the number of slots
+    and for whether they are in range.
+    """
+    indices, order = torch.sort(grad.flat_indices, stable=True)
+    run = torch.zeros_like(indices)  # the number of each entry's run
+    torch.cumsum(indices[1:] != indices[:-1], 0, out=run[1:])
+    low, high, last = stack([indices[0], indices[-1], run[-1]]).cpu().tolist()
+    if low < 0 or high >= grad.num_slots:
+        raise index_error(low if low < 0 else high, grad.num_slots)
+    starts = torch.arange(last + 2, device=order.device)
+    if last + 1 == len(order):
+        return indices, starts, order
+    starts = torch.searchsorted(run, starts)
+    return indices[starts[:-1]], starts, order
 
 
 def _accumulate_dtype(grad: IndexedGrad) -> torch.dtype:

@@ -25,6 +25,7 @@ class GradUndo(Protocol):
     """The result of an exchange, which can be undone until all processes agree."""
 
     error: BaseException | None  # why this process could not use what it has received
+    is_agreed: bool  # no process had a gradient to send, and all were ready for what follows
 
     def undo(self) -> None:
         """Restore the gradients that parameters had before."""
@@ -39,8 +40,16 @@ class GradSource(Protocol):
     def is_lost(self) -> bool:
         """Whether other processes cannot be reached any more."""
 
-    def exchange_grads(self, facts: Facts, error: BaseException | None) -> GradUndo:
-        """Exchange pending gradients. Raises in all processes if errors or facts differ."""
+    def skip_exchange(self) -> GradUndo | None:
+        """Prepare gradients as if no process had a pending one; ``None`` if this one has."""
+
+    def exchange_grads(
+        self, facts: Facts, error: BaseException | None, skipped: GradUndo | None = None
+    ) -> GradUndo:
+        """Exchange pending gradients. Raises in all processes if errors or facts differ.
+
+        ``skipped`` is returned if no process has any.
+        """
 
     def agree(self, error: BaseException | None) -> None:
         """Raise in every process if one has an error."""
@@ -107,23 +116,52 @@ class GradExchange:
     A process with an error still takes part in the exchanges that follow: no other waits for it.
     An exchange that raises does so in all processes of its source, and is over. ``facts`` returns
     what must be the same in all processes of a source.
+
+    ``prepare`` gets ready for what follows. It is called before the exchange if this process has
+    nothing to send: if no other has either, the exchange has also been the agreement.
     """
 
-    def __init__(self, sources: Sequence[GradSource], facts: Callable[[GradSource], Facts]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[GradSource],
+        facts: Callable[[GradSource], Facts],
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        self._undos: list[GradUndo] = []
         self._exchanged: list[tuple[GradSource, GradUndo]] = []
         self.error: BaseException | None = None  # the first one
+        skipped = self._skip(sources[0], prepare) if prepare and len(sources) == 1 else None
         for source in sources:
             try:
-                result = source.exchange_grads(facts(source), self.error)
+                result = source.exchange_grads(facts(source), self.error, skipped)
+                self._undos.append(result)
                 self._exchanged.append((source, result))
                 self.error = self.error or result.error
             except BaseException as raised:
                 self._fail(source, raised)
 
+    def _skip(self, source: GradSource, prepare: Callable[[], None]) -> GradUndo | None:
+        skipped: GradUndo | None = None
+        try:
+            skipped = source.skip_exchange()
+            if skipped is not None:
+                self._undos.append(skipped)
+                prepare()
+        except BaseException as raised:
+            self.error = raised
+        return skipped
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all processes were ready before the exchange, which had nothing to send."""
+        return bool(self._exchanged) and all(result.is_agreed for _, result in self._exchanged)
+
     def agree(self, error: BaseException | None = None) -> None:
         """Raise in every process if one has an error; then no gradient has been exchanged."""
         self.error = self.error or error
-        for source, _ in self._exchanged:
+        for source, result in self._exchanged:
+            if result.is_agreed:
+                continue
             try:
                 source.agree(self.error)
             except BaseException as raised:
@@ -139,8 +177,8 @@ class GradExchange:
             raise error
 
     def _undo(self) -> None:
-        for _, result in self._exchanged:
-            result.undo()
+        for each in reversed(self._undos):
+            each.undo()
 
 
 def exchange_grads(params: Iterable[Tensor], reader: str = "reads gradients") -> None:

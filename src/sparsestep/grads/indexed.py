@@ -116,8 +116,7 @@ class IndexedGrad(NamedTuple):
         if self.scale is not None:
             return self.scale
         dtype = self.values.dtype.to_real()
-        ones: Tensor = self.values.new_ones(self.flat_indices.numel(), dtype=dtype)
-        return ones
+        return torch.ones(self.flat_indices.numel(), dtype=dtype, device=self.values.device)
 
     def view_as_real(self) -> IndexedGrad:
         """View complex values as pairs of real ones."""
@@ -158,17 +157,13 @@ class IndexedGrad(NamedTuple):
         per_slot = num_slots // self.num_slots if self.num_slots else 1
         offsets = torch.arange(per_slot, device=self.indices.device)
         indices = (self.indices.reshape(-1, 1) * per_slot + offsets).reshape(-1)
-        value_index = None
-        if self.value_index is not None:
-            value_index = (self.value_index.reshape(-1, 1) * per_slot + offsets).reshape(-1)
+        value_index = self.value_index
+        if value_index is not None:
+            value_index = (value_index.reshape(-1, 1) * per_slot + offsets).reshape(-1)
         scale = None if self.scale is None else self.scale.repeat_interleave(per_slot)
-        return self._replace(
-            indices=indices,
-            num_slots=num_slots,
-            slot_size=self.slot_size // per_slot if per_slot else 0,
-            value_index=value_index,
-            scale=scale,
-        )
+        slot_size = self.slot_size // per_slot if per_slot else 0
+        mask = self.element_mask
+        return IndexedGrad(indices, self.values, num_slots, slot_size, value_index, scale, mask)
 
     def select_elements(self, mask: Tensor, numel: int) -> IndexedGrad:
         """Keep the elements of ``values`` that a mask selects, each as a slot of its own.
@@ -181,16 +176,14 @@ class IndexedGrad(NamedTuple):
         if self.indices is None:
             selected = mask.reshape(-1).nonzero().squeeze(1)
             return IndexedGrad(selected, self.values, numel, 1, value_index=selected)
-        elements = self.split_slots(numel)
-        if elements.value_index is None:
-            selected = mask.reshape(-1).nonzero().squeeze(1)
-            value_index = selected
-        else:
-            selected = mask.reshape(-1)[elements.value_index].nonzero().squeeze(1)
-            value_index = elements.value_index[selected]
-        scale = None if elements.scale is None else elements.scale[selected]
-        indices = elements.flat_indices[selected]
-        return elements._replace(indices=indices, value_index=value_index, scale=scale)
+        elements, mask = self.split_slots(numel), mask.reshape(-1)
+        value_index, scale = elements.value_index, elements.scale
+        selected = (mask if value_index is None else mask[value_index]).nonzero().squeeze(1)
+        return elements._replace(
+            indices=elements.flat_indices[selected],
+            value_index=selected if value_index is None else value_index[selected],
+            scale=None if scale is None else scale[selected],
+        )
 
     def with_value_rows(self) -> IndexedGrad:
         """Reshape ``values`` to ``[num_value_rows, slot_size]``, as a view if possible."""
@@ -207,10 +200,5 @@ def check_indices(indices: Tensor, size: int, *, dim: int = 0) -> None:
 
 def index_error(index: int, size: int, *, dim: int = 0) -> RangeError:
     """Return the error for an index of a gradient that is outside its dimension."""
-    return RangeError(
-        message(
-            f"the gradient's indices of dim {dim} must be in [0, {size})",
-            index,
-            "Check the ids that went into the embedding",
-        )
-    )
+    requirement = f"the gradient's indices of dim {dim} must be in [0, {size})"
+    return RangeError(message(requirement, index, "Check the ids that went into the embedding"))

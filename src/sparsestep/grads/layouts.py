@@ -109,13 +109,18 @@ def _convert(param: Tensor, grad: Any) -> IndexedGrad:
         return _from_indexed(param, grad)
     if layout is GradLayout.MASKED:
         return _from_masked(param, grad)
+    if not isinstance(grad, Tensor):
+        requirement = "the gradient must be a tensor or an IndexedGrad"
+        raise InputError(message(requirement, type(grad).__name__))
     if layout is GradLayout.UNSUPPORTED:
-        raise _unsupported(grad)
+        layouts = "strided, COO, CSR, CSC, BSR or BSC tensor, a MaskedTensor or an IndexedGrad"
+        got = "a nested tensor" if grad.is_nested else f"layout {grad.layout}"
+        remedy = "Convert it with .to_dense() or .to_sparse_coo()"
+        raise InputError(message(f"the gradient must be a {layouts}", got, remedy))
     _check_matches(param, grad)
-    if layout is GradLayout.COMPACT:
-        found: IndexedGrad = grad.indexed()
-        return found
     if isinstance(grad, CompactGrad):
+        if layout is GradLayout.COMPACT:
+            return grad.indexed()
         grad = grad.materialize_()
     if layout is GradLayout.COO:
         return _from_coo(param, grad)
@@ -123,20 +128,6 @@ def _convert(param: Tensor, grad: Any) -> IndexedGrad:
         return _from_compressed(grad)
     grad = _resolve_lazy(grad)
     return IndexedGrad(None, grad, 1, grad.numel())
-
-
-def _unsupported(grad: object) -> InputError:
-    if not isinstance(grad, Tensor):
-        requirement = "the gradient must be a tensor or an IndexedGrad"
-        return InputError(message(requirement, type(grad).__name__))
-    return InputError(
-        message(
-            "the gradient must be a strided, COO, CSR, CSC, BSR or BSC tensor, a MaskedTensor or "
-            "an IndexedGrad",
-            "a nested tensor" if grad.is_nested else f"layout {grad.layout}",
-            "Convert it with .to_dense() or .to_sparse_coo()",
-        )
-    )
 
 
 def _check_matches(param: Tensor, grad: Tensor) -> None:
@@ -149,7 +140,7 @@ def _check_matches(param: Tensor, grad: Tensor) -> None:
     if grad.dtype != param.dtype and not _dtypes_compatible(param.dtype, grad.dtype):
         requirement = f"the gradient of a {param.dtype} parameter must have a compatible dtype"
         raise InputError(message(requirement, grad.dtype, f"Was the parameter converted {again}"))
-    # The CPU is told apart first, because making two device objects takes longer.
+    # The CPU first, because making two device objects takes longer.
     if not (grad.is_cpu and param.is_cpu) and grad.device != param.device:
         requirement = f"the gradient must be on the parameter's device, {param.device}"
         raise InputError(message(requirement, grad.device))
@@ -191,16 +182,13 @@ def to_row_slots(param: Tensor, grad: IndexedGrad) -> IndexedGrad:
 
 
 def local_grad(param: DTensor, grad: Any, *, row_slots: bool) -> Any:
-    """Return the local part of a DTensor parameter's gradient.
-
-    With ``row_slots``, the rule keeps state per row, and so has to see whole rows.
-    """
+    """Return the local part of a DTensor parameter's gradient; of whole rows if ``row_slots``."""
     if any(placement.is_partial() for placement in param.placements):
         requirement = "a DTensor parameter must be sharded or replicated"
         raise InputError(message(requirement, f"placements {param.placements}"))
     cut = [p for p in param.placements if p.is_shard() and p.dim != 0]  # type: ignore[attr-defined]
     if row_slots and cut:
-        requirement = "rules that keep state per row need whole rows: shard along dim 0"
+        requirement = "state per row, max_norm and normalize need whole rows: shard along dim 0"
         raise InputError(message(requirement, f"placements {param.placements}"))
     if not is_distributed(grad):
         # Torch has no sparse DTensors: a sparse gradient is that of the local part.
@@ -209,10 +197,9 @@ def local_grad(param: DTensor, grad: Any, *, row_slots: bool) -> Any:
         requirement = "a dense gradient of a DTensor must be a DTensor"
         raise InputError(message(requirement, f"a {type(grad).__name__}"))
     if grad.placements != param.placements or grad.device_mesh != param.device_mesh:
-        requirement = (
-            f"the gradient of a DTensor must have the parameter's placements, {param.placements}"
-        )
-        raise InputError(message(requirement, grad.placements, "Call redistribute() on it"))
+        requirement = "the gradient of a DTensor must have the parameter's placements"
+        remedy = "Call redistribute() on it"
+        raise InputError(message(f"{requirement}, {param.placements}", grad.placements, remedy))
     return memory_of(grad)
 
 
@@ -239,8 +226,8 @@ def _from_coo(param: Tensor, grad: Tensor) -> IndexedGrad:
 def _from_compressed(grad: Tensor) -> IndexedGrad:
     """A slot is an element; of a blocked layout, one row of a block.
 
-    The layouts may have batch dims in front and dense dims behind. All batches have equally many
-    entries, so their entries are simply one after the other.
+    There may be batch dims before and dense dims after the matrix. All batches have equally many
+    entries, one batch after the other.
     """
     by_row = grad.layout in _ROW_COMPRESSED
     compressed = grad.crow_indices() if by_row else grad.ccol_indices()
@@ -307,23 +294,18 @@ def _block_shape(
             and {compressed.dtype, plain.dtype} <= set(INDEX_DTYPES)
         ):
             return block[0], block[1]
-    raise InputError(
-        message(
-            f"the indices and values of a {grad.layout} gradient must fit its shape, "
-            f"{tuple(shape)}",
-            f"{compressed.dtype} indices of shapes {tuple(compressed.shape)} and "
-            f"{tuple(plain.shape)}, values of shape {tuple(values.shape)}",
-        )
-    )
+    requirement = f"the indices and values of a {grad.layout} gradient must fit its shape"
+    indices = f"{compressed.dtype} indices of shapes {tuple(compressed.shape)}"
+    got = f"{indices} and {tuple(plain.shape)}, values of shape {tuple(values.shape)}"
+    raise InputError(message(f"{requirement}, {tuple(shape)}", got))
 
 
 def _check_compressed_indices(compressed: Tensor, entries: int) -> None:
-    fits = (
+    if not (
         bool((compressed[..., 0] == 0).all())
         and bool((compressed[..., -1] == entries).all())
         and bool((compressed.diff(dim=-1) >= 0).all())
-    )
-    if not fits:
+    ):
         requirement = f"compressed indices must increase from 0 to the number of entries, {entries}"
         got = compressed.tolist() if compressed.numel() < 20 else "others"
         raise InputError(message(requirement, got))
@@ -376,10 +358,9 @@ def _from_indexed(param: Tensor, grad: IndexedGrad) -> IndexedGrad:
     if mask is not None:
         shapes = [values.shape] if indices is None else [values.shape, (value_rows, slot_size)]
         if mask.dtype != torch.bool or mask.shape not in shapes:
-            requirement = (
-                f"element_mask must be a bool tensor of the values' shape, {tuple(values.shape)}"
-            )
-            raise InputError(message(requirement, f"{mask.dtype} of shape {tuple(mask.shape)}"))
+            shape, got = tuple(values.shape), f"{mask.dtype} of shape {tuple(mask.shape)}"
+            requirement = f"element_mask must be a bool tensor of the values' shape, {shape}"
+            raise InputError(message(requirement, got))
         return found.select_elements(mask, param.numel()) if param.numel() else found
     rows = param.shape[0] if param.dim() else 1
     if indices is not None and param.numel() and num_slots % rows and rows % num_slots:

@@ -3,15 +3,19 @@
 A mask turns a gradient into a smaller one: a strided gradient becomes one that has entries where
 the mask is True, a sparse one loses the entries outside. No value is copied, and the result is
 updated like any other gradient: elements without an entry keep their bits.
+
+A mask over elements is also the layout of the state, which has one value for each kept element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsestep._native import ext
 from sparsestep._torch import version_of
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad, check_indices
@@ -67,39 +71,130 @@ def changed_entries(old: Tensor | None, new: Tensor | None, shape: torch.Size) -
         given = new if old is None else old
         return None if given is None else ~given
     if old.shape != new.shape:
-        by_element = [-1] + [1] * (len(shape) - 1)
-        old, new = (m.view(by_element) if m.dim() == 1 else m for m in (old, new))
+        old, new = over_elements(old, shape), over_elements(new, shape)
     return old ^ new
 
 
+def over_elements(mask: Tensor, shape: torch.Size) -> Tensor:
+    """Return a mask by rows as one that broadcasts over the elements of a parameter."""
+    return mask.view(-1, *[1] * (len(shape) - 1)).expand(shape) if mask.dim() == 1 else mask
+
+
+class PackedMask(NamedTuple):
+    """A mask over elements at one time, and the layout of state that has only what it keeps.
+
+    Attributes:
+        words: int64, a bit for each element, in order.
+        ranks: int64, the number of kept elements before each eight words; the core reads it.
+        kept: the number of kept elements.
+        shape: the shape of the mask.
+    """
+
+    words: Tensor
+    ranks: Tensor
+    kept: int
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, mask: Tensor) -> PackedMask:
+        """Read a mask.
+
+        Example:
+            >>> packed = PackedMask.of(torch.tensor([[True, False], [False, True]]))
+            >>> packed.words.tolist(), packed.kept, packed.indices().tolist()
+            ([9], 2, [0, 3])
+        """
+        flat = mask.detach().reshape(-1)
+        count = -(-flat.numel() // 64)
+        device = mask.device  # not the default device, which may be another
+        ranks = torch.zeros(-(-count // 8), dtype=torch.int64, device=device)
+        if ext is not None:
+            words = torch.empty(count, dtype=torch.int64, device=device)
+            return cls(words, ranks, ext.pack_mask(flat, words, ranks), mask.shape)
+        bits = torch.zeros(count * 64, dtype=torch.uint8, device=device)
+        bits[: flat.numel()] = flat
+        shifts = torch.arange(8, dtype=torch.uint8, device=device)
+        packed = (bits.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
+        return cls(packed.view(torch.int64), ranks, int(flat.sum()), mask.shape)
+
+    def indices(self) -> Tensor:
+        """Return the kept elements, in ascending order."""
+        shifts = torch.arange(8, dtype=torch.uint8, device=self.words.device)
+        bits = (self.words.view(torch.uint8)[:, None] >> shifts).bitwise_and_(1)
+        return bits.view(torch.bool).view(-1).nonzero().squeeze(1)
+
+    def same_as(self, other: PackedMask | None) -> bool:
+        """Whether both keep the same elements."""
+        if self is other:
+            return True
+        return (
+            other is not None
+            and self.shape == other.shape
+            and self.kept == other.kept
+            and torch.equal(self.words, other.words)
+        )
+
+    def positions(self, elements: Tensor) -> Tensor:
+        """Return where packed state has the values of kept elements."""
+        return torch.searchsorted(self.indices(), elements)
+
+    def select(self, grad: IndexedGrad) -> IndexedGrad:
+        """Return the kept elements of a dense gradient, each as a slot of its own."""
+        elements = self.indices()
+        numel = self.shape.numel()
+        return IndexedGrad(elements, grad.values, numel, 1, value_index=elements)
+
+
+# Row masks as the native core reads them: indices, number of slots, shape of the parameter.
+SelectedSlots = tuple[Tensor, int, torch.Size]
+
+
 class MaskSelection:
-    """Indices of a mask's True slots, cached until the mask's version changes."""
+    """What a mask selects, cached until the mask's version changes.
+
+    Attributes:
+        mask: the mask.
+        shape: the shape of the parameter that it was checked against.
+        version: the mask's version when it was read.
+        native: the selection as the native core reads it.
+    """
 
     def __init__(self, mask: Tensor, shape: torch.Size) -> None:
         self.version: int | None = None
         self.mask = mask
-        self.shape = shape  # of the parameter that the mask was checked against
-        # The form the native core reads: indices, number of slots, shape of the parameter.
-        self.native: tuple[Tensor, int, torch.Size] = (torch.empty(0).long(), 0, shape)
+        self.shape = shape
+        self.native: SelectedSlots | PackedMask = (torch.empty(0).long(), 0, shape)
 
-    def refresh(self) -> MaskSelection:
-        """Read the mask if it has changed. Inference tensors have no version: always."""
-        mask = self.mask
+    def refresh(self, *, packs: bool = False) -> MaskSelection:
+        """Read the mask if it has changed. Inference tensors have no version: always.
+
+        With ``packs``, it is the layout of the parameter's state.
+        """
+        mask, before = self.mask, self.packed
         version = version_of(mask)
-        if version < 0 or version != self.version:
-            indices = mask.reshape(-1).nonzero().squeeze(1)
-            self.native = (indices, mask.numel(), self.shape)
+        if version < 0 or version != self.version or packs != (before is not None):
+            if packs:
+                packed = PackedMask.of(mask)
+                self.native = before if before is not None and packed.same_as(before) else packed
+            else:
+                self.native = (mask.reshape(-1).nonzero().squeeze(1), mask.numel(), self.shape)
             self.version = version  # last, for other threads that read both
         return self
 
     @property
+    def packed(self) -> PackedMask | None:
+        """The layout of the state, if that is packed."""
+        return self.native if isinstance(self.native, PackedMask) else None
+
+    @property
     def indices(self) -> Tensor:
         """The selected slots, in ascending order."""
-        return self.native[0]
+        native = self.native
+        return native.indices() if isinstance(native, PackedMask) else native[0]
 
 
 # A parameter, its mask, the mask's version, and the selection at that version.
-CachedMask = tuple[Tensor, Tensor | None, int, tuple[Tensor, int, torch.Size] | None]
+CachedMask = tuple[Tensor, Tensor | None, int, SelectedSlots | PackedMask | None]
 
 
 def cached_masks(

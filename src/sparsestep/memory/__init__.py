@@ -1,6 +1,5 @@
 """Memory of tensors: lazily zeroed state, huge pages, and memory-mapped files.
 
-``mapped_file`` recognizes tensors in files by their address, ``mapped_state`` creates their state,
-``replace_file`` replaces their content. ``formats`` has what is written to files, ``disk`` the
-calls to the operating system.
+``mapped_file`` recognizes tensors in files by their address, and creates their state. ``formats``
+has what is written to files, ``disk`` the calls to the operating system.
 """

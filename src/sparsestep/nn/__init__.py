@@ -11,7 +11,8 @@ from sparsestep.nn.fuse import fuse, optimizer_for
 from sparsestep.nn.grow import grow
 from sparsestep.nn.ngram import NgramEmbedding
 from sparsestep.nn.train_rows import train_rows
-from sparsestep.nn.vocabulary.vocabulary import Vocabulary, hash_strings
+from sparsestep.nn.vocabulary.strings import hash_strings
+from sparsestep.nn.vocabulary.vocabulary import Vocabulary
 
 __all__ = [
     "Embedding",

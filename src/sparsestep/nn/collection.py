@@ -12,7 +12,8 @@ from torch.types import Device
 from sparsestep.errors import InputError, message
 from sparsestep.nn.embedding import EmbeddingBag, Mode
 from sparsestep.nn.fuse import fuse_module, reason_not_fusible
-from sparsestep.nn.interop import excluded_from_compile
+from sparsestep.nn.graph import embed_in_graph, fit_graph
+from sparsestep.nn.interop import replaced_in_graphs
 from sparsestep.nn.lookup import bag_lookup, embed
 
 Sizes = tuple[int, int]
@@ -113,7 +114,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             else torch.nn.ModuleDict(dict(zip(self.names, made, strict=True)))
         )
 
-    @excluded_from_compile
+    @replaced_in_graphs
     def forward(
         self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
     ) -> Outputs:
@@ -135,7 +136,23 @@ class EmbeddingBagCollection(torch.nn.Module):
             InputError: the ids or offsets of a table are invalid; nothing has changed.
         """
         split = self.split_inputs(inputs, offsets, per_sample_weights)
-        found = embed([bag_lookup(*each) for each in split])
+        return self._named(embed([bag_lookup(*each) for each in split]))
+
+    def fits_graph(
+        self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
+    ) -> bool:
+        """Whether a graph of torch.compile can have these lookups."""
+        split = self.split_inputs(inputs, offsets, per_sample_weights)
+        return fit_graph([bag_lookup(*each) for each in split])
+
+    def forward_in_graph(
+        self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
+    ) -> Outputs:
+        """Look up all tables as one operation of a graph."""
+        split = self.split_inputs(inputs, offsets, per_sample_weights)
+        return self._named(embed_in_graph([bag_lookup(*each) for each in split]))
+
+    def _named(self, found: list[Tensor]) -> Outputs:
         return found if self.names is None else dict(zip(self.names, found, strict=True))
 
     def rows_read(

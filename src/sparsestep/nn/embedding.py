@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from sparsestep.nn.interop import excluded_from_compile, scripted_as
+from sparsestep.nn.graph import embed_in_graph, fit_graph
+from sparsestep.nn.interop import replaced_in_graphs, scripted_as
 from sparsestep.nn.lookup import bag_lookup, embed, row_lookup
 
 Mode: TypeAlias = Literal["sum", "mean", "max"]
@@ -54,6 +55,7 @@ class Embedding(torch.nn.Embedding):
     """
 
     name = ""  # without a type: torch.jit.script takes annotations for its own
+    graph_anchor = None
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class Embedding(torch.nn.Embedding):
         """Describe the options, as torch does; ``fused`` tells it from torch's module."""
         return ", ".join(filter(None, (super().extra_repr(), "fused=True")))
 
-    @excluded_from_compile
+    @replaced_in_graphs
     @scripted_as(torch.nn.Embedding.forward)
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows.
@@ -102,6 +104,14 @@ class Embedding(torch.nn.Embedding):
             InputError: an id is out of range; nothing has changed.
         """
         return embed([row_lookup(self, input)])[0]
+
+    def fits_graph(self, input: Tensor) -> bool:
+        """Whether a graph of torch.compile can have this lookup."""
+        return fit_graph([row_lookup(self, input)])
+
+    def forward_in_graph(self, input: Tensor) -> Tensor:
+        """Look up as an operation of a graph."""
+        return embed_in_graph([row_lookup(self, input)])[0]
 
 
 class EmbeddingBag(torch.nn.EmbeddingBag):
@@ -144,6 +154,7 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
     """
 
     name = ""  # without a type: torch.jit.script takes annotations for its own
+    graph_anchor = None
 
     def __init__(
         self,
@@ -179,7 +190,7 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
         """Describe the options, as torch does; ``fused`` tells it from torch's module."""
         return ", ".join(filter(None, (super().extra_repr(), "fused=True")))
 
-    @excluded_from_compile
+    @replaced_in_graphs
     @scripted_as(torch.nn.EmbeddingBag.forward)
     def forward(
         self,
@@ -202,3 +213,21 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
                 changed.
         """
         return embed([bag_lookup(self, input, offsets, per_sample_weights)])[0]
+
+    def fits_graph(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> bool:
+        """Whether a graph of torch.compile can have this lookup."""
+        return fit_graph([bag_lookup(self, input, offsets, per_sample_weights)])
+
+    def forward_in_graph(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Look up as an operation of a graph."""
+        return embed_in_graph([bag_lookup(self, input, offsets, per_sample_weights)])[0]

@@ -59,7 +59,7 @@ def embedding_dot(
     r"""Dot products of rows of two tables: the scores of word2vec, node2vec, BPR or DistMult.
 
     .. math::
-        y_{bk} = \sum_d L_{l_b d} \, D_{r_b d} \, R_{r_{bk} d}
+        y_{bk} = \sum_d L_{l_b d} \, D_{q_b d} \, R_{r_{bk} d}
 
     The same as ``(left(left_ids).unsqueeze(1) * right(right_ids)).sum(-1)``, without any tensor of
     pairs times columns, in the forward pass or the backward pass. Gradients of both tables are
@@ -176,23 +176,16 @@ def _backward(ctx: Any, grad: Tensor) -> Any:
     rows_grad = weight_grad = None
     if ctx.needs_input_grad[0]:
         bags = ids if ids.dim() > 1 else ids.unsqueeze(1)
-        lookup = Lookup(weight, bags, None, False, grad.view(bags.shape), SUM, -1, False)
-        found = look_up([lookup])
+        factors = grad.view(bags.shape)
+        found = look_up([Lookup(weight, bags, None, False, factors, SUM, -1, False)])
         if found is None:
-            rows_grad = (weight[bags] * grad.view(bags.shape).unsqueeze(-1)).sum(1)
+            rows_grad = (weight[bags] * factors.unsqueeze(-1)).sum(1)
         else:
             rows_grad = found[0].output
     if ctx.needs_input_grad[1]:
-        part = grad_of_ids(
-            shape,
-            indices,
-            rows,
-            value_index,
-            grad.reshape(-1),
-            padding_idx=-1 if table.padding_idx is None else table.padding_idx,
-            scale_grad_by_freq=table.scale_grad_by_freq,
-            copy=False,
-        )
+        padding_idx = -1 if table.padding_idx is None else table.padding_idx
+        options = padding_idx, table.scale_grad_by_freq
+        part = grad_of_ids(shape, indices, rows, value_index, grad.reshape(-1), *options)
         weight_grad = CompactGrad.of([part], shape, grad)
     return rows_grad, weight_grad, None, None
 
@@ -274,9 +267,8 @@ def embedding_l2(
 
 def _check_weight(weight: Any, name: str, who: str = "embedding_dot") -> None:
     if not isinstance(weight, Tensor) or weight.dim() != 2:
-        got = (
-            f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-        )
+        is_tensor = isinstance(weight, Tensor)
+        got = f"shape {tuple(weight.shape)}" if is_tensor else type(weight).__name__
         raise _error(f"{name} must be an embedding module or a 2-D weight", got, who)
 
 

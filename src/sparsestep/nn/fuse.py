@@ -75,8 +75,7 @@ def fuse(model: Model, *, only: Only = None) -> Model:
     reasons = {name: reason_not_fusible(table) for name, table in unfused.items()}
     left = [f"{name or 'the model'} ({reason})" for name, reason in reasons.items() if reason]
     if left:
-        text = "these tables keep torch's gradient: " + ", ".join(left)
-        warn(UserWarning, f"fuse: {text}.")
+        warn(UserWarning, f"fuse: these tables keep torch's gradient: {', '.join(left)}.")
     elif not selected:
         why = "the model has no torch.nn.Embedding or torch.nn.EmbeddingBag"
         if found:
@@ -97,10 +96,9 @@ def _check_model(who: str, model: Any) -> None:
 
 
 def _check_not_wrapped(tables: dict[str, Any]) -> None:
-    """Refuse tables whose gradients ``DistributedDataParallel`` takes for dense ones.
+    """Refuse tables whose gradients ``DistributedDataParallel`` expects to be dense.
 
-    It looks when it is made, and fails in ``backward()`` if they are not. A module does not know
-    its wrapper, so all wrappers are searched.
+    A module does not know its wrapper, so all wrappers are searched.
     """
     dense = {id(table.weight): name for name, table in tables.items() if not table.sparse}
     if not dense or not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -190,11 +188,9 @@ def _fused(kind: type) -> Any:
         self.sparse = True
 
     def fill(names: dict[str, Any]) -> None:
-        names |= {"__reduce_ex__": reduce, "__module__": kind.__module__, "__doc__": kind.__doc__}
-        names["__init__"] = init
-        names["__qualname__"] = kind.__qualname__
-        if hasattr(kind, "name"):
-            names["name"] = kind.name
+        copied = ("__module__", "__doc__", "__qualname__", *(["name"] * hasattr(kind, "name")))
+        names |= {name: getattr(kind, name) for name in copied}
+        names |= {"__reduce_ex__": reduce, "__init__": init}
 
     fused: Any = types.new_class(kind.__name__, (ours, kind), exec_body=fill)
     return fused
@@ -267,13 +263,12 @@ def optimizer_for(
     """
     _check_model("optimizer_for", model)
     make: Any = optimizer
-    is_ours = isinstance(make, type) and issubclass(make, RuleOptimizer)
-    if not is_ours:
+    if not isinstance(make, type) or not issubclass(make, RuleOptimizer):
         requirement = "optimizer_for: the second argument must be an optimizer class of sparsestep"
         raise InputError(message(requirement, repr(make)))
     params = options.pop("params", None)
     given = model.parameters() if params is None else params
-    made: Made = make(given, *args, **{"semantics": "dense", **options})
+    made = optimizer(given, *args, **{"semantics": "dense", **options})
     own = set(map(id, model.parameters()))
     if params is not None and own.isdisjoint(map(id, made.params())):
         requirement = "optimizer_for: params must be parameters of the model"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -59,10 +58,9 @@ def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOpti
             got = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             raise InputError(message(requirement, got))
         if not any(weight is each for each in optimizer.params()):
-            requirement = (
-                f"{who}: an optimizer must have the weight of the table among its parameters"
-            )
-            raise InputError(message(requirement, f"{type(optimizer).__name__} without it"))
+            requirement = "an optimizer must have the weight of the table among its parameters"
+            got = f"{type(optimizer).__name__} without it"
+            raise InputError(f"{who}: {message(requirement, got)}")
         found.append(optimizer)
     return found
 
@@ -102,30 +100,29 @@ def restoring_rng() -> Iterator[Callable[[], None]]:
 
 
 def grow(module: Table, rows: int, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
-    """Give a table more rows. The weight stays the same parameter, and keeps its state.
+    """Add rows to a table. The weight stays the same parameter, and keeps its state.
 
-    So optimizers go on with it, those that are passed here and have its state; models that are
-    tracked stay so; hooks and ``step_in_backward`` as well. New rows are initialised, their state
-    is what it is before a first step. Other modules that share the weight have the new rows, too,
-    but keep what they say about their size (``num_embeddings``).
+    So the optimizers that you pass continue with it, and hooks, ``step_in_backward`` and tracked
+    models keep working. New rows are initialized, and their state is that before a first step.
+    Modules that share the weight have the new rows, too, but their ``num_embeddings`` stays.
 
-    Call it between steps: what was looked up before must have had its backward. It takes as long as
-    to copy the table and its state.
+    Call it between steps, after the backward of all lookups. It takes as long as copying the table
+    and its state.
 
     Args:
         module: an ``nn.Embedding`` or ``nn.EmbeddingBag`` of torch or of this library, such as one
             of the ``tables`` of an ``EmbeddingBagCollection``.
-        rows: how many there are to be.
+        rows: the new number of rows.
         optimizers: all optimizers of this library that have the weight.
         init: fills the tensor of new rows in place; by default from a normal distribution, as the
             module's own constructor does.
 
     Raises:
-        InputError: it cannot grow, because it is sharded, masked, in shared memory or has a
+        InputError: the table cannot grow: it is sharded, masked, in shared memory, or has a
             gradient.
         MemoryError: there is not enough memory.
 
-    Whatever it raises, also ``KeyboardInterrupt``: table and optimizers have grown or nothing has
+    Atomic: on error, also on ``KeyboardInterrupt``, table and optimizers have grown or nothing has
     changed.
 
     Example:
@@ -155,11 +152,7 @@ class Spare(NamedTuple):
 
 
 def prepare_grow(
-    module: Any,
-    rows: int,
-    optimizers: tuple[Any, ...],
-    init: Any,
-    spare: Spare | None = None,
+    module: Any, rows: int, optimizers: tuple[Any, ...], init: Any, spare: Spare | None = None
 ) -> Callable[[], None]:
     """Do everything that can raise, and return the rest. ``spare`` is for a shard."""
     weight = weight_of("grow", module, is_part=spare is not None)
@@ -175,11 +168,9 @@ def prepare_grow(
         requirement = "grow: a table that grows must have no gradient, which is for fewer rows"
         raise InputError(message(requirement, "one", "Call zero_grad() first"))
     if file_of(weight) is not None:
-        requirement = (
-            "grow: a table that grows must not lie in a file, which has the size it was made"
-        )
+        requirement = "a table that grows must not lie in a file, which has the size it was made"
         remedy = "Make a file for all rows that there may be: unused rows take no room"
-        raise InputError(message(requirement, "one that does", remedy))
+        raise InputError(f"grow: {message(requirement, 'one that does', remedy)}")
     if weight.is_cpu and weight.is_shared():
         requirement = "grow: a table that grows must not be in shared memory"
         raise InputError(message(requirement, "one that other processes may have"))
@@ -194,14 +185,14 @@ def prepare_grow(
         (nn.init.normal_ if init is None else init)(new[first:end])
         new[:first] = weight[:first]
         new[end:] = 0
-    return partial(_commit, module, weight, new, others)
 
+    def commit() -> None:
+        with without_torch_function():
+            weight.data = new
+        module.num_embeddings = len(new)
+        if hasattr(module, "graph_anchor"):
+            module.graph_anchor = None  # which knows the former shape
+        for grow_state in others:
+            grow_state()
 
-def _commit(
-    module: Table, weight: nn.Parameter, new: Tensor, others: list[Callable[[], None]]
-) -> None:
-    with without_torch_function():
-        weight.data = new
-    module.num_embeddings = len(new)
-    for grow_state in others:
-        grow_state()
+    return commit

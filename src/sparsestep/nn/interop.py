@@ -26,10 +26,10 @@ Result = TypeVar("Result")
 
 
 def excluded_from_compile(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Run a function as it is when torch.compile comes across it.
+    """Exclude a function from torch.compile.
 
-    This is ``torch.compiler.disable`` without its cost where nothing is compiled: it would import
-    the compiler, and a call of what it returns takes half as long as a small lookup.
+    ``torch.compiler.disable`` would import the compiler, and add half the time of a small lookup to
+    every call.
     """
 
     @functools.wraps(function)
@@ -42,13 +42,30 @@ def excluded_from_compile(function: Callable[Arguments, Result]) -> Callable[Arg
     return run
 
 
+def replaced_in_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Have torch.compile trace ``forward_in_graph`` instead of a module's forward, if it can.
+
+    The module's ``fits_graph`` says so, of the same arguments; if not, it is excluded.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.compiler.is_compiling() and not is_exporting():
+            module: Any = args[0]
+            if module.fits_graph(*args[1:], **kwargs):
+                found: Result = module.forward_in_graph(*args[1:], **kwargs)
+                return found
+            left_out: Callable[Arguments, Result] = torch.compiler.disable(function)
+            return left_out(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
+
+
 def scripted_as(
     theirs: Callable[..., Any],
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Let torch.jit.script compile another function in the place of the one that is decorated.
-
-    It reads the source of what a function wraps. The globals it knows are those of this module.
-    """
+    """Let torch.jit.script compile another function instead, with the globals of this module."""
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         function.__wrapped__ = theirs  # type: ignore[attr-defined]
@@ -60,9 +77,8 @@ def scripted_as(
 def uses_torch_ops(weights: Iterable[Tensor]) -> bool:
     """Whether a lookup is left to torch's own operation, with its ordinary gradient.
 
-    The transforms of torch.func, export and tracing know no other, and where there are no numbers
-    (the device ``meta``, fake tensors) there is nothing to check. A weight of another class may
-    override the operation.
+    Transforms of torch.func, export and tracing know no other. Meta and fake tensors have no values
+    to check. A weight of another class may override the operation.
     """
     if is_transforming() or torch.compiler.is_exporting() or is_tracing():
         return True
@@ -76,12 +92,10 @@ _PARAMETER_TYPES = (torch.nn.Parameter, Tensor, GuardedParameter)
 
 
 def materialize_for_ddp(weights: Iterable[Tensor]) -> None:
-    """Materialize the gradients of weights before DDP looks at them.
+    """Materialize the gradients of weights before DDP reduces them, if called in its forward.
 
-    DDP reduces gradients in C++, which takes a compact one for a dense one. It does so when a
-    gradient has been accumulated, after the hooks of the weight. So a hook is all it takes; the
-    lookup registers it when it is called from within DDP's forward. It stays, for the weight stays
-    DDP's: what activation checkpointing computes again is computed outside of that forward.
+    DDP's C++ takes a compact gradient for a dense one. It runs after the hooks of the weight, so a
+    hook is enough. It is not removed: activation checkpointing repeats lookups outside the forward.
     """
     if not is_in_ddp_forward():
         return

@@ -189,11 +189,18 @@ def _look_up_natively(lookups: list[Lookup]) -> list[LookupResult] | None:
     return look_up(requests)
 
 
+def look_up_checked(lookups: list[Lookup]) -> list[LookupResult]:
+    """Look up all tables without autograd; all weights are leaves."""
+    results = _look_up_natively(lookups)
+    if results is None:
+        results = _look_up_with_torch([check_lookup(lookup) for lookup in lookups])
+    return results
+
+
 def look_up(lookups: list[Lookup]) -> list[LookupResult] | None:
     """Look up all tables natively. Returns None if the core declines: then nothing has changed.
 
-    Where something watches every operation (a dispatch mode) or carries derivatives forward, torch
-    has to see the lookup.
+    It does so under dispatch modes and forward derivatives, where torch has to see the lookup.
     """
     if ext is None or dispatch_modes() or forward_level() >= 0:
         return None
@@ -224,23 +231,14 @@ def _pool(lookup: Lookup, weight: Tensor) -> LookupResult:
         # Rows that lie apart, as in a file: torch would copy all of them.
         rows, inverse = ids.unique(return_inverse=True)
         weight, ids = weight.index_select(0, rows), inverse.to(ids.dtype)
+    options = lookup.per_sample_weights, lookup.include_last_offset, padding_idx
     output, _, bag_sizes, max_index = embedding_bag(
-        weight,
-        ids,
-        offsets,
-        False,
-        mode - 1,
-        False,
-        lookup.per_sample_weights,
-        lookup.include_last_offset,
-        padding_idx,
+        weight, ids, offsets, False, mode - 1, False, *options
     )
-    has_sizes = mode == MAX or (mode == MEAN and padding_idx >= 0)
-    return LookupResult(
-        output,
-        max_index=max_index if mode == MAX else None,
-        bag_sizes=bag_sizes if has_sizes else None,
-    )
+    if mode == MAX:
+        return LookupResult(output, max_index=max_index, bag_sizes=bag_sizes)
+    has_sizes = mode == MEAN and padding_idx >= 0
+    return LookupResult(output, bag_sizes=bag_sizes if has_sizes else None)
 
 
 # Checks
@@ -254,11 +252,10 @@ def check_lookup(lookup: Lookup) -> Lookup:
         check_ids(table, weight, ids)
         return lookup
     if isinstance(ids, Tensor) and ids.is_nested:
-        if weights is not None:
-            if not weights.is_nested:
-                requirement = "with nested ids, per_sample_weights must be nested, too"
-                raise lookup_error(table, requirement, "an ordinary tensor")
-            weights = weights.values().reshape(-1)
+        if weights is not None and not weights.is_nested:
+            requirement = "with nested ids, per_sample_weights must be nested, too"
+            raise lookup_error(table, requirement, "an ordinary tensor")
+        weights = None if weights is None else weights.values().reshape(-1)
         offsets, include_last_offset = ids.offsets(), True  # type: ignore[attr-defined]
         ids = ids.values().reshape(-1)
     check_ids(table, weight, ids)
@@ -268,7 +265,7 @@ def check_lookup(lookup: Lookup) -> Lookup:
         requirement = "max mode does not support scaling the gradient by the frequency"
         raise lookup_error(table, requirement, "scale_grad_by_freq=True")
     if weights is not None:
-        _check_per_sample_weights(table, weight, ids, weights, table.mode)
+        _check_per_sample_weights(table, weight, ids, weights)
         weights = weights.reshape(-1).contiguous()
     if ids.dim() == 1:
         _check_offsets(table, ids, offsets, with_last=include_last_offset)
@@ -328,17 +325,15 @@ def _check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: bo
         remedy = "Pass 2-D ids for bags of equal length" if offsets is None else ""
         raise lookup_error(table, requirement, describe(offsets), remedy)
     if offsets.device != ids.device:
-        raise lookup_error(
-            table, f"offsets must be on the ids' device, {ids.device}", offsets.device
-        )
+        requirement = f"offsets must be on the ids' device, {ids.device}"
+        raise lookup_error(table, requirement, offsets.device)
     num_ids = ids.numel()
-    if not offsets.numel():
-        if with_last or num_ids:
-            raise lookup_error(table, "offsets must begin with 0", "no offsets")
+    if not offsets.numel() and not with_last and not num_ids:
         return
-    first, last = int(offsets[0]), int(offsets[-1])
-    if first != 0:
-        raise lookup_error(table, "offsets must begin with 0", f"{first} at position 0")
+    if not offsets.numel() or int(offsets[0]) != 0:
+        got = f"{int(offsets[0])} at position 0" if offsets.numel() else "no offsets"
+        raise lookup_error(table, "offsets must begin with 0", got)
+    last = int(offsets[-1])
     falls = offsets[1:] < offsets[:-1]
     if bool(falls.any()):
         position = int(falls.nonzero()[0]) + 1
@@ -350,18 +345,15 @@ def _check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: bo
         requirement = f"offsets must be at most the number of ids, {num_ids}"
         raise lookup_error(table, requirement, f"{int(offsets[position])} at position {position}")
     if with_last and last != num_ids:
-        requirement = (
-            f"with include_last_offset the last offset must be the number of ids, {num_ids}"
-        )
-        raise lookup_error(table, requirement, f"{last} at position {len(offsets) - 1}")
+        requirement = "with include_last_offset the last offset must be the number of ids"
+        got = f"{last} at position {len(offsets) - 1}"
+        raise lookup_error(table, f"{requirement}, {num_ids}", got)
 
 
-def _check_per_sample_weights(
-    table: nn.Module, weight: Tensor, ids: Tensor, weights: Any, mode: str
-) -> None:
-    if mode != "sum":
+def _check_per_sample_weights(table: Any, weight: Tensor, ids: Tensor, weights: Any) -> None:
+    if table.mode != "sum":
         requirement = "per_sample_weights are for mode='sum'"
-        raise lookup_error(table, requirement, f"mode={mode!r}")
+        raise lookup_error(table, requirement, f"mode={table.mode!r}")
     if not isinstance(weights, Tensor) or weights.dtype != weight.dtype:
         requirement = f"per_sample_weights must be a tensor of the table's dtype, {weight.dtype}"
         raise lookup_error(table, requirement, describe(weights))
@@ -423,16 +415,17 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         weight, ids, offsets, weights, *result = saved[per_table * n : per_table * (n + 1)]
         lookup = Lookup(weight, ids, offsets, include_last_offset, weights, *options)
         if needs_grad[n]:
-            part = _weight_grad(shape, lookup, LookupResult(grad, *result), grad)
+            part = weight_grad(shape, lookup, LookupResult(grad, *result), grad)
             found[n] = CompactGrad.of([part], shape, grad)
         if needs_grad[num_tables + n]:
-            found[num_tables + n] = _per_sample_weights_grad(lookup, grad)
+            found[num_tables + n] = per_sample_weights_grad(lookup, grad)
     return None, None, *found
 
 
-def _weight_grad(
+def weight_grad(
     shape: torch.Size, lookup: Lookup, result: LookupResult, grad: Tensor
 ) -> IndexedGrad:
+    """Return the gradient of a weight."""
     if lookup.mode == MAX:
         return _max_grad(shape, result, grad)
     weights = lookup.per_sample_weights
@@ -449,16 +442,10 @@ def _weight_grad(
     if not is_known:
         ids, value_index, padding_idx = lookup.flat_ids, lookup.bag_index(), lookup.padding_idx
     assert ids is not None
-    return grad_of_ids(
-        shape,
-        ids,
-        values,
-        value_index,
-        weights,
-        padding_idx=padding_idx,
-        scale_grad_by_freq=lookup.table.scale_grad_by_freq,
-        copy=not is_known,
-    )
+    by_freq = lookup.table.scale_grad_by_freq
+    if not is_known and padding_idx < 0:  # the next batch may be read into the same buffer
+        ids = _copy(ids, torch.int64)
+    return grad_of_ids(shape, ids, values, value_index, weights, padding_idx, by_freq)
 
 
 def grad_of_ids(
@@ -467,14 +454,12 @@ def grad_of_ids(
     values: Tensor,
     value_index: Tensor | None = None,
     scale: Tensor | None = None,
-    *,
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
-    copy: bool = True,
 ) -> IndexedGrad:
-    """Return the gradient of a table from that of its output, ``values``, a row for each id or bag.
+    """Return the gradient of a table from that of its output, ``values``: a row for each id or bag.
 
-    ``copy`` is for ids in a buffer that the next batch may be read into.
+    The ids must not change before the step.
     """
     if scale is not None:  # which may be a parameter that the same step updates
         scale = _copy(scale, scale.dtype)
@@ -483,8 +468,6 @@ def grad_of_ids(
         ids = ids[present].long()
         value_index = present if value_index is None else value_index[present]
         scale = None if scale is None else scale[present]
-    elif copy:
-        ids = _copy(ids, torch.int64)
     if scale_grad_by_freq:
         _, which, counts = torch.unique(ids, return_inverse=True, return_counts=True)
         frequency = counts.to(values.dtype.to_real()).reciprocal()[which]
@@ -520,7 +503,8 @@ def _max_grad(shape: torch.Size, result: LookupResult, grad: Tensor) -> IndexedG
     return IndexedGrad(indices, unshared(grad), rows * dim, 1, value_index)
 
 
-def _per_sample_weights_grad(lookup: Lookup, grad: Tensor) -> Tensor:
+def per_sample_weights_grad(lookup: Lookup, grad: Tensor) -> Tensor:
+    """Return the gradient of the weights per sample."""
     assert lookup.per_sample_weights is not None
     ids, bags = lookup.flat_ids, lookup.bag_index()
     if bags is None:
@@ -551,11 +535,10 @@ def _uses_if_unshared() -> tuple[int | None, int | None]:
 
 
 def first_derivative(backward: Callable[..., Any], ctx: Any, *grads: Any) -> Any:
-    """Run a backward function whose result cannot be differentiated once more.
+    """Run a backward function whose result cannot be differentiated again.
 
-    Torch's ``once_differentiable`` makes trying that an error. It is costly, and not needed where
-    gradients are not recorded, which is the usual case. Where ``backward()`` is called in a
-    function that is compiled, the compiler leaves it as it is.
+    Torch's ``once_differentiable`` is costly, and needed only where gradients are recorded. If
+    ``backward()`` is called in a compiled function, it is not compiled.
     """
     if torch.compiler.is_compiling():
         return torch.compiler.disable(first_derivative)(backward, ctx, *grads)

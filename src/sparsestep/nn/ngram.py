@@ -13,7 +13,8 @@ from sparsestep._native import ext
 from sparsestep._torch import cat, dispatch_modes, stack
 from sparsestep.errors import InputError, RangeError, message
 from sparsestep.memory.tensors import INDEX_DTYPES
-from sparsestep.nn.interop import excluded_from_compile, uses_torch_ops
+from sparsestep.nn.graph import embed_in_graph, fit_graph
+from sparsestep.nn.interop import excluded_from_compile, replaced_in_graphs, uses_torch_ops
 from sparsestep.nn.lookup import bag_lookup, describe, embed, lookup_error
 
 
@@ -69,6 +70,7 @@ class NgramEmbedding(nn.EmbeddingBag):
     """
 
     name = ""
+    graph_anchor = None
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class NgramEmbedding(nn.EmbeddingBag):
         sizes = f"{self.num_embeddings}, {self.embedding_dim}, orders={self.orders}"
         return f"{sizes}, heads={self.heads}, combine={self.combine!r}, seed={self.seed}"
 
-    @excluded_from_compile
+    @replaced_in_graphs
     def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Look up the n-grams that end at each position.
 
@@ -134,6 +136,20 @@ class NgramEmbedding(nn.EmbeddingBag):
         if uses_torch_ops([self.weight]):
             return self._embed_with_torch(tokens, document_ids)
         found = embed([bag_lookup(self, *self.bags(tokens, document_ids))])[0]
+        return self.by_position(found, tokens)
+
+    def fits_graph(self, tokens: Tensor, document_ids: Tensor | None = None) -> bool:
+        """Whether a graph of torch.compile can have this lookup."""
+        self._check_inputs(tokens, document_ids)
+        return fit_graph([bag_lookup(self, tokens)])
+
+    def forward_in_graph(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """Look up as operations of a graph."""
+        anchor: Any = self.graph_anchor
+        rows = len(self.orders) * self.heads
+        counts = rows, self._bags_per_position
+        bags = torch.ops.sparsestep.hash_ngrams(anchor.key, tokens, document_ids, *counts)
+        found = embed_in_graph([bag_lookup(self, *bags)], has_filler=True)[0]
         return self.by_position(found, tokens)
 
     @excluded_from_compile
@@ -199,17 +215,12 @@ class NgramEmbedding(nn.EmbeddingBag):
         return {"ngrams": ngrams, "rows": len(counts), "collision_rate": rate}
 
     @property
-    def _rows_per_position(self) -> int:
-        return len(self.orders) * self.heads
-
-    @property
-    def _rows_per_bag(self) -> int:
-        return 1 if self.combine == "cat" else self._rows_per_position
+    def _bags_per_position(self) -> int:
+        return len(self.orders) * self.heads if self.combine == "cat" else 1
 
     def by_position(self, bags: Tensor, tokens: Tensor) -> Tensor:
         """The vectors of :meth:`bags` in the shape of the output."""
-        bags_per_position = self._rows_per_position // self._rows_per_bag
-        return bags.reshape(*tokens.shape, bags_per_position * self.embedding_dim)
+        return bags.reshape(*tokens.shape, self._bags_per_position * self.embedding_dim)
 
     def bags(self, tokens: Tensor, document_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The rows of all bags, and where each bag starts and the last ends."""
@@ -229,7 +240,8 @@ class NgramEmbedding(nn.EmbeddingBag):
                 return found
         self._check_values(tokens)
         rows, is_present = self._hash(tokens, document_ids)
-        sizes = is_present.reshape(-1, self._rows_per_bag).sum(1)
+        rows_per_bag = len(self.orders) * self.heads // self._bags_per_position
+        sizes = is_present.reshape(-1, rows_per_bag).sum(1)
         return rows[is_present], functional.pad(sizes.cumsum(0), (1, 0))
 
     def _embed_with_torch(self, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
@@ -264,16 +276,13 @@ class NgramEmbedding(nn.EmbeddingBag):
         """Refuse what is wrong whatever the values."""
         if not isinstance(tokens, Tensor) or tokens.dtype not in INDEX_DTYPES:
             raise lookup_error(self, "tokens must be an int64 or int32 tensor", describe(tokens))
-        if tokens.layout is not torch.strided or tokens.dim() != 2:
-            got = (
-                f"shape {tuple(tokens.shape)}" if tokens.layout is torch.strided else tokens.layout
-            )
+        is_strided, device = tokens.layout is torch.strided, self.weight.device
+        if not is_strided or tokens.dim() != 2:
+            got = f"shape {tuple(tokens.shape)}" if is_strided else tokens.layout
             raise lookup_error(self, "tokens must be a strided tensor [batch, time]", got)
-        device = self.weight.device
         if tokens.device != device:
-            raise lookup_error(
-                self, f"tokens must be on the table's device, {device}", tokens.device
-            )
+            requirement = f"tokens must be on the table's device, {device}"
+            raise lookup_error(self, requirement, tokens.device)
         if document_ids is None:
             return
         if not isinstance(document_ids, Tensor) or document_ids.dtype not in INDEX_DTYPES:

@@ -19,11 +19,10 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
     All other rows keep their bits, whatever the weight decay and momentum of the optimizer. Pass
     the groups to an optimizer of this library: torch's would train all rows.
 
-    A model of Transformers, or any other that has ``get_input_embeddings()``, says which embedding
-    it is. If its ``get_output_embeddings()`` has a weight of its own with as many rows, these rows
-    of it are trained, too, in a second group: otherwise the model would not learn to predict new
-    tokens. A tied weight is one parameter, and is in one group. In other models there must be a
-    single embedding.
+    For a model of Transformers, or any other with ``get_input_embeddings()``, that method selects
+    the embedding. If ``get_output_embeddings()`` has a separate weight with as many rows, a second
+    group trains the same rows of it: otherwise the model would not learn to predict new tokens. A
+    tied weight is one parameter, in one group. Other models must have a single embedding.
 
     The weights in the groups get ``requires_grad=True``. Other parameters are left alone: they are
     in no group, so they are not trained, but their gradients are computed unless you call
@@ -37,8 +36,8 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
         A param group for each weight, with ``params`` and ``mask``; you may add options.
 
     Raises:
-        InputError: no embedding, or more than one, comes into question, or there are no such rows;
-            nothing has changed.
+        InputError: the model has no embedding or several, or a row is out of range; nothing has
+            changed.
 
     Example:
         >>> import sparsestep

@@ -72,7 +72,10 @@ def per_row_correction(row_step: Tensor, lr: float, betas: Betas) -> tuple[BiasC
 
 
 def rules_with_bias_correction(
-    name: str, update: Callable[..., Any], state: tuple[StateSpec, ...], idle_update: IdleUpdate
+    name: str,
+    update: Callable[..., tuple[Tensor, ...]],
+    state: tuple[StateSpec, ...],
+    idle_update: IdleUpdate,
 ) -> dict[bool, Rule]:
     """The rules of ``update(param, grad, *state, correction, betas, eps)``, by uses_per_row."""
 
@@ -80,10 +83,7 @@ def rules_with_bias_correction(
         param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Betas, eps: float
     ) -> tuple[Tensor, ...]:
         correction = global_correction(step, lr, betas)
-        new: tuple[Tensor, ...] = update(
-            param, grad, *state, correction=correction, betas=betas, eps=eps
-        )
-        return new
+        return update(param, grad, *state, correction=correction, betas=betas, eps=eps)
 
     def with_rows(
         param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Betas, eps: float

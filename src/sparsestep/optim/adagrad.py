@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep.engines.torch_fused import DenseBatch
+from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
@@ -69,7 +70,10 @@ class Adagrad(RuleOptimizer, Optimizer):
     """
 
     rule = RULE
-    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
+    group_options: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer.group_options,
+        "decoupled_weight_decay",
+    )
 
     def __init__(
         self,
@@ -113,22 +117,26 @@ def adagrad_(
     grad: Gradient,
     sum: Tensor,
     *,
-    step: int | Tensor,
+    step: int | Tensor | None = None,
     lr: float | Tensor = 1e-2,
     lr_decay: float = 0.0,
     eps: float = 1e-10,
     **shared: Unpack[DecayOptions],
 ) -> None:
-    """One step of :class:`sparsestep.Adagrad`.
+    """One step of :class:`sparsestep.Adagrad`. Without ``lr_decay``, ``step`` does not matter.
 
     Example:
         >>> import torch, sparsestep
         >>> weight, total = torch.zeros(2, 2), torch.zeros(2, 2)
         >>> grad = sparsestep.IndexedGrad(torch.tensor([1]), torch.ones(1, 2))
-        >>> sparsestep.functional.adagrad_(weight, grad, total, step=1, lr=0.5)
+        >>> sparsestep.functional.adagrad_(weight, grad, total, lr=0.5)
         >>> weight[:, 0].tolist(), total[:, 0].tolist()
         ([0.0, -0.5], [0.0, 1.0])
     """
+    if step is None and lr_decay:
+        requirement = "adagrad_: with lr_decay, step must be the number of this update"
+        raise InputError(message(requirement, "None"))
+    step = 1 if step is None else step
     hyperparams = {"lr": lr, "lr_decay": lr_decay, "eps": eps}
     apply_("adagrad_", RULE, param, grad, [sum], step, hyperparams, **shared)
 

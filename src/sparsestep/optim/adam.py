@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ class Adam(RuleOptimizer, Optimizer):
     """
 
     foreach_supports_tensor_lr = False  # unless capturable
-    group_options = (*RuleOptimizer.group_options, "bias_correction")
+    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
 
     def __init__(
         self,

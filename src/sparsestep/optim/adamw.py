@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -63,8 +63,8 @@ class AdamW(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1711.05101>`_, 2017.
     """
 
-    foreach_supports_tensor_lr = Adam.foreach_supports_tensor_lr
-    group_options = Adam.group_options
+    foreach_supports_tensor_lr = False  # unless capturable
+    group_options: ClassVar[tuple[str, ...]] = Adam.group_options
 
     def __init__(
         self,

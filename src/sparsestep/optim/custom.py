@@ -30,6 +30,8 @@ class CustomOptimizer(RuleOptimizer):
             from it; if that has no closed form, ``"dense"`` raises an error.
         mask: a bool tensor that selects rows or elements to train; a list for several parameters.
         state_dtype: the dtype of the state. By default the parameter's, but at least float32.
+        max_norm: rescale updated rows whose 2-norm is larger to this norm.
+        normalize: rescale updated rows to a 2-norm of 1.
         stochastic_rounding: round half-precision parameters and state up or down at random.
         rounding_seed: seed for stochastic rounding; by default that of ``torch.manual_seed``.
         **options: the options of the formula and, unless the formula has them itself, ``maximize``,
@@ -47,6 +49,8 @@ class CustomOptimizer(RuleOptimizer):
         semantics: Semantics = "masked",
         mask: Masks = None,
         state_dtype: torch.dtype | None = None,
+        max_norm: float | None = None,
+        normalize: bool = False,
         stochastic_rounding: bool = False,
         rounding_seed: int | None = None,
         **options: Any,
@@ -66,6 +70,8 @@ class CustomOptimizer(RuleOptimizer):
             semantics=semantics,
             mask=mask,
             state_dtype=state_dtype,
+            max_norm=max_norm,
+            normalize=normalize,
             stochastic_rounding=stochastic_rounding,
             rounding_seed=rounding_seed,
             **options,
@@ -114,8 +120,8 @@ def rule(
     The function gets the touched values of the parameter, their gradient (duplicates summed) and
     the state, and returns the new parameter and state. Its keyword-only arguments become the
     optimizer's options; an argument named ``step`` gets the number of the parameter's update.
-    Values are passed as ``[slots, block]`` matrices; they are copies that the function may modify.
-    What it returns is checked before anything is written.
+    Values are passed as ``[slots, slot_size]`` matrices; they are copies that the function may
+    modify. What it returns is checked before anything is written.
 
     Args:
         function: the formula ``(param, grad, *state, *row_state, **options)``.
@@ -288,7 +294,7 @@ def _make_class(
 
     Made.__name__ = function.__name__
     Made.__qualname__ = function.__qualname__  # under which a pickle looks for it
-    Made.__module__ = function.__module__
+    Made.__module__ = function.__module__ or __name__  # None in code run by exec()
     Made.__signature__ = _make_signature(options, decays)  # type: ignore[attr-defined]
     return Made
 

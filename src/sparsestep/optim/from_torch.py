@@ -22,14 +22,14 @@ def from_torch(optimizer: Optimizer, **options: Any) -> RuleOptimizer:
 
     Do not use the old one afterwards. The state is not copied unless its dtype changes (float32
     for half-precision parameters, or ``state_dtype``) or its parameter is in a file. Both share
-    their param groups, so a learning rate scheduler that has the old one goes on working. If the
-    old one has not made a step, such a scheduler warns of the order of calls: then create it for
-    the new one. Hooks of the old one are hooks of the new one, and get it as their argument.
+    their param groups, so a learning rate scheduler of the old one keeps working. If the old one
+    has not taken a step yet, such a scheduler warns about the order of calls: create it for the new
+    one instead. Hooks move to the new one, and get it as their argument.
 
     Args:
         optimizer: a ``torch.optim`` optimizer whose class is also one of sparsestep, before its
             first step or at any time after it.
-        **options: what our class has and torch's does not, for all param groups: ``semantics``,
+        **options: options that torch's class lacks, for all param groups: ``semantics``,
             ``engine``, ``mask``, ``state_dtype`` and the others.
 
     Returns:

@@ -38,7 +38,6 @@ from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.param_groups import is_immutable
 from sparsestep.optim.step import Step, engine_views, reserve_checked, to_local
 from sparsestep.rules import options
-from sparsestep.rules import options as checks
 from sparsestep.rules.rule import Rule, rules_by_key
 
 if TYPE_CHECKING:
@@ -212,7 +211,7 @@ def apply_(
         engines.check_engine(engine)
         checked_step = _read_step(step)
         switches = {"maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}
-        checks.check_options({**hyperparams, "weight_decay": weight_decay, **switches})
+        options.check_options({**hyperparams, "weight_decay": weight_decay, **switches})
         hyperparams = {name: options.as_floats(value) for name, value in hyperparams.items()}
         decay = float(options.as_float(weight_decay))
         shrink = 1 - hyperparams.get("lr", 0.0) * decay if decoupled_weight_decay else 1.0
@@ -275,7 +274,7 @@ def _read_step(step: int | Tensor) -> int:
     requirement = "step must be the number of this update, counted from 1"
     if isinstance(step, Tensor) and step.numel() != 1:
         raise InputError(message(requirement, f"a tensor of shape {tuple(step.shape)}"))
-    checks.as_number("step", step)
+    options.as_number("step", step)
     value = options.as_float(step)
     if not 1 <= value < _TOO_MANY or value % 1:
         raise InputError(message(requirement, value))
@@ -287,7 +286,7 @@ def _read_seed(seed: Any) -> int:
         return index(seed) & 0xFFFFFFFFFFFFFFFF  # both engines look at 64 bits
     except (TypeError, ValueError, RuntimeError):
         raise InputError(
-            message("seed must be an integer or None", checks.format_value(seed))
+            message("seed must be an integer or None", options.format_value(seed))
         ) from None
 
 
@@ -583,7 +582,7 @@ class FunctionalOptimizer:
                 any(releases)
 
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
-        """Bring rows up to date that are behind under ``semantics="dense"``."""
+        """Apply the deferred updates of rows, under ``semantics="dense"``."""
         targets = self.param_group["params"] if param is None else [param]
         with self._alone_with(targets):
             self.optimizer.catch_up(param, rows)

@@ -188,9 +188,9 @@ class NAdam(RuleOptimizer, Optimizer):
         batch = replace(batch, state={**batch.state, "mu_product": products})
         run_torch_kernel(torch_nadam, batch, "exp_avg", "exp_avg_sq", "mu_product")
 
-    def state_dict(self) -> StateDict:
+    def state_dict(self, *, packed: bool = False) -> StateDict:
         """Like torch's, with ``mu_product``. All rows are brought up to date first."""
-        found = super().state_dict()
+        found = super().state_dict(packed=packed)
         for group in found["param_groups"]:
             for key in group["params"]:
                 param_state = found["state"].get(key)

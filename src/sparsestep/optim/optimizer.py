@@ -31,22 +31,30 @@ from sparsestep._torch import (
 from sparsestep.deferred.rows import DeferredRows, as_real_rows, replay_dense_step
 from sparsestep.deferred.tracking import Tracking, warn_if_tracked_elsewhere
 from sparsestep.engines.base import GroupSettings
+from sparsestep.engines.finishing import finish
 from sparsestep.engines.native import CachedPlan, replay_step
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, memory_errors, message
 from sparsestep.grads import masks
 from sparsestep.grads.exchange import GradExchange, GradSource, grad_sources, sources_of
-from sparsestep.memory.mapped_file import RowWrites, about_to_write, file_of, mapped_files, written
-from sparsestep.memory.mapped_state import settle
+from sparsestep.memory.mapped_file import (
+    RowWrites,
+    about_to_write,
+    file_of,
+    mapped_files,
+    settle,
+    written,
+)
 from sparsestep.memory.tensors import is_distributed, memory_of
 from sparsestep.optim import state as states
 from sparsestep.optim.explain import Explanation, explain_param, state_bytes
 from sparsestep.optim.metrics import count_rows
 from sparsestep.optim.param_groups import ParamGroup, ParamGroups, options_for_ranks, param_name
-from sparsestep.optim.state_dict import LoadedState, read_state_dict, saved_by_rows
+from sparsestep.optim.state_dict import LoadedState, masked_state, read_state_dict
 from sparsestep.optim.step import Step, StepInBackward, reserve_rows
 from sparsestep.rules import options
 from sparsestep.rules._derive_idle import derive_idle_update
+from sparsestep.rules.constraint import RowConstraint
 from sparsestep.rules.int8 import with_int8_state
 from sparsestep.rules.rule import Rule
 
@@ -109,6 +117,8 @@ class RuleOptimizer(_Base):
     group_options: ClassVar[tuple[str, ...]] = (
         "mask",
         "state_dtype",
+        "max_norm",
+        "normalize",
         "stochastic_rounding",
         "rounding_seed",
     )
@@ -220,7 +230,8 @@ class RuleOptimizer(_Base):
         ]
         if sparse:
             requirement = f"{name} requires dense parameter tensors"
-            raise InputError(f"Sparse params at indices {sparse}: {requirement}")
+            remedy = "Train their values instead: torch.nn.Parameter(weight.values())"
+            raise InputError(f"Sparse params at indices {sparse}: {requirement}. {remedy}.")
         imaginary = [[group_index, i] for i, param in enumerate(params) if param.is_complex()]
         if imaginary and not self.supports_complex:
             requirement = f"{name} does not support complex parameters"
@@ -267,6 +278,7 @@ class RuleOptimizer(_Base):
     def check_values(cls, group: dict[str, Any]) -> None:
         """Refuse options of the wrong kind, out of range, or in a wrong combination."""
         options.check_options(group, cls.formula_options)
+        options.check_row_constraint(group)
         if cls.has_torch_kernel():
             options.check_torch_kernel_options(group, takes_tensors=cls.foreach_supports_tensor_lr)
         cls.check_options(group)
@@ -323,6 +335,7 @@ class RuleOptimizer(_Base):
             and not options.get_option(group, "stochastic_rounding")
             and options.get_option(group, "state_dtype") is not torch.int8
             and options.get_option(group, "bias_correction") == "global"
+            and RowConstraint.of_group(group) is None
             and (
                 "decoupled_weight_decay" not in cls.group_options
                 or not options.get_option(group, "decoupled_weight_decay")
@@ -414,13 +427,20 @@ class RuleOptimizer(_Base):
 
     def _step_together(self, sources: Sequence[GradSource]) -> None:
         """Step with tables that ranks share: all ranks prepare, then all commit, or none does."""
-        exchange = GradExchange(sources, lambda source: options_for_ranks(self, source))
         plan: Step | None = None
+
+        def prepare() -> None:
+            nonlocal plan
+            if plan is not None:
+                plan.cancel()
+            plan = self._planned()
+            plan.prepare()
+
+        exchange = GradExchange(sources, lambda source: options_for_ranks(self, source), prepare)
         error = exchange.error
-        if error is None:
+        if error is None and not exchange.is_agreed:
             try:
-                plan = self._planned()
-                plan.prepare()
+                prepare()
             except BaseException as raised:
                 error = raised
         try:
@@ -501,9 +521,9 @@ class RuleOptimizer(_Base):
     # Deferred rows
 
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
-        """Bring rows up to date that are behind under ``semantics="dense"``.
+        """Apply the deferred updates of rows, under ``semantics="dense"``.
 
-        With ``semantics="masked"`` no row is ever behind, and this does nothing.
+        With ``semantics="masked"`` nothing is deferred, and this does nothing.
 
         Args:
             param: one parameter of this optimizer; all parameters by default.
@@ -562,18 +582,18 @@ class RuleOptimizer(_Base):
         return found if found is not None and found.param is param else None
 
     def track(self, model: torch.nn.Module, *, guard: bool = False) -> Tracking:
-        """Bring rows up to date before a model reads them.
+        """Catch up deferred rows before a model reads them.
 
-        Each ``nn.Embedding`` and ``nn.EmbeddingBag`` of the model then brings the rows of a lookup
-        up to date first. So does a module with a method ``rows_read``, which yields what a call
-        reads (``sparsestep.nn.EmbeddingBagCollection`` has one). For any other module that holds a
-        table, all rows are brought up to date. Everything is current after ``eval()``, and in the
+        Each ``nn.Embedding`` and ``nn.EmbeddingBag`` of the model then catches up the rows of a
+        lookup first. So does a module with a method ``rows_read``, which yields the weight and the
+        ids that a call reads (``sparsestep.nn.EmbeddingBagCollection`` has one). Any other module
+        that holds a table catches up all rows. Everything is current after ``eval()``, and in the
         model's ``state_dict()``, pickles and copies.
 
         Args:
             model: a model with parameters of this optimizer, which needs ``semantics="dense"``.
-            guard: bring rows up to date for every torch operation that reads the tables, inside the
-                model or not. Costs a Python call per operation.
+            guard: catch up rows for every torch operation that reads the tables, inside the model
+                or not. Costs a Python call per operation.
 
         Returns:
             A handle; call its ``remove()`` to stop tracking.
@@ -617,13 +637,22 @@ class RuleOptimizer(_Base):
                 # The shape of a lazy parameter is not known yet.
                 if self.state.get(param) or is_lazy(param) or not is_wanted(param):
                     continue
-                rule = self.stored_rule_for(group, param)
-                made = states.new_state(rule, memory_of(param), group, dtype)
+                rule, packed = self.stored_rule_for(group, param), self._packed_mask(group, param)
+                made = states.new_state(rule, memory_of(param), group, dtype, packed)
                 param_state = states.new_param_state(
                     group, rule, param, made, step_is_tensor=self.step_is_tensor
                 )
                 if param_state:
+                    self.store.set_layout(param, packed)
                     self.state[param] = param_state
+
+    @staticmethod
+    def _packed_mask(group: ParamGroup, param: Tensor) -> masks.PackedMask | None:
+        """Return the layout that new state of a parameter has."""
+        listed = masks.per_param(group.get("mask"), group["params"])
+        found = next(m for m, each in zip(listed, group["params"], strict=True) if each is param)
+        packs = found is not None and states.packs_by(found, param, group)
+        return masks.PackedMask.of(found) if found is not None and packs else None
 
     def _complete_on_demand(self) -> None:
         """Have torch's checkpoints find state for every parameter."""
@@ -694,8 +723,8 @@ class RuleOptimizer(_Base):
         """Reset the state of rows to what it is before the first step.
 
         This resets moments and sums, and the row's own count (``bias_correction="per_row"``). With
-        ``semantics="dense"``, the row is brought up to date first, and then counts as one that
-        never had a gradient. The parameter itself and its number of steps do not change. Before the
+        ``semantics="dense"``, the row catches up first, and then counts as one that never had a
+        gradient. The parameter itself and its number of steps do not change. Before the
         first step, this does nothing.
 
         Args:
@@ -739,6 +768,9 @@ class RuleOptimizer(_Base):
             return
         if mapped_files:
             about_to_write(param, tensors, rows)
+        packed = self._layout_of(param)
+        if packed is not None:
+            rows = torch.isin(packed.indices() // packed.shape[1:].numel(), rows).nonzero()[:, 0]
         rows = rows.to("cpu").contiguous()
         for tensor, value in zip(as_real_rows(memory, tensors)[1], values, strict=True):
             fresh = torch.full((1, *tensor.shape[1:]), value, dtype=tensor.dtype, device="cpu")
@@ -757,9 +789,15 @@ class RuleOptimizer(_Base):
         rule = self.stored_rule_for(group, memory, param_state)
         if not param_state or not states.is_complete(rule, param_state):
             return [], []
-        tensors = states.check_state(rule, memory, param_state)
+        tensors = states.check_state(rule, memory, param_state, self._layout_of(param))
         self.store.check_writable(param, memory, tensors)
         return tensors, [states.initial_value(spec, group) for spec in rule.state]
+
+    def _layout_of(self, param: Tensor) -> masks.PackedMask | None:
+        """Return the mask that a parameter's state is packed by."""
+        param_state = self.state.get(param)
+        rule = self.stored_rule_for(self.group_of(param), memory_of(param), param_state)
+        return self.store.layout_of(rule, param, param_state)
 
     def set_mask(self, param: Tensor, mask: Tensor | None) -> None:
         """Replace the mask of one parameter, for sparsity patterns that change during training.
@@ -767,7 +805,11 @@ class RuleOptimizer(_Base):
         Entries that stay in the mask keep their state. Entries that it drops lose theirs, and
         entries that are new start from the initial state, as ``forget`` leaves it. The parameter
         itself does not change: set dropped weights to zero yourself. With ``semantics="dense"``,
-        rows that change are brought up to date first.
+        rows that change catch up first.
+
+        With a mask over elements, the state of a contiguous parameter on the CPU is packed: a
+        vector of one value for each entry that the mask keeps, in order. ``state_dict()`` has
+        torch's form.
 
         The optimizer keeps a copy of the mask. So does a checkpoint, in the param group.
 
@@ -790,23 +832,20 @@ class RuleOptimizer(_Base):
             >>> optimizer = sparsestep.Adagrad([weight], lr=0.1, mask=mask)
             >>> weight.grad = torch.ones(2, 2)
             >>> optimizer.step()
-            >>> optimizer.set_mask(weight, torch.tensor([[True, False], [True, False]]))
             >>> optimizer.state[weight]["sum"].tolist()
-            [[1.0, 0.0], [0.0, 0.0]]
+            [1.0, 1.0]
+            >>> optimizer.set_mask(weight, torch.tensor([[True, False], [True, True]]))
+            >>> optimizer.state[weight]["sum"].tolist()
+            [1.0, 0.0, 0.0]
         """
         writes = RowWrites()
         with error_prefix(f"{type(self).__name__}: set_mask"), memory_errors(), self._lock:
-            set_masks = self._prepare_mask(param, mask, writes)
-
-            def commit() -> None:
-                writes.commit()
-                set_masks()
-
-            uninterrupted(commit)
+            calls = [writes.commit, *self._prepare_mask(param, mask, writes)]
+            uninterrupted(lambda: finish(calls))
 
     def _prepare_mask(
         self, param: Tensor, mask: Tensor | None, writes: RowWrites
-    ) -> Callable[[], object]:
+    ) -> list[Callable[[], object]]:
         group, memory = self.group_of(param), memory_of(param)
         params = group["params"]
         by_row = self.stored_rule_for(group).needs_whole_rows or self.semantics == "dense"
@@ -815,20 +854,62 @@ class RuleOptimizer(_Base):
         listed = list(masks.per_param(group.get("mask"), params))
         places = [index for index, each in enumerate(params) if each is param]
         old = listed[places[0]]
-        if mask is not None and mask is old:
+        layout = self._layout_of(param)
+        if mask is not None and mask is old and layout is None:
             requirement = "the mask must be another tensor than the one in use"
             remedy = "Leave that unchanged, and pass a new one"
             raise InputError(message(requirement, "the same tensor", remedy))
-        changed = masks.changed_entries(old, mask, memory.shape)
-        if changed is not None and changed.shape == memory.shape[:1]:
-            self.prepare_forget(param, changed.reshape(-1).nonzero().squeeze(1), writes)
-        elif changed is not None:
-            self._prepare_reset(param, changed, writes)
+        mask = None if mask is None else mask.detach().clone()
+        packed = None
+        if mask is not None and states.packs_by(mask, param, group):
+            packed = masks.PackedMask.of(mask)
+        calls: list[Callable[[], object]] = []
+        if layout is not None or packed is not None:
+            calls = self._prepare_layout(param, layout, packed, old, mask)
+        else:
+            changed = masks.changed_entries(old, mask, memory.shape)
+            if changed is not None and changed.shape == memory.shape[:1]:
+                self.prepare_forget(param, changed.reshape(-1).nonzero().squeeze(1), writes)
+            elif changed is not None:
+                self._prepare_reset(param, changed, writes)
         for place in places:
-            listed[place] = None if mask is None else mask.detach().clone()
+            listed[place] = mask
         if all(each is None for each in listed):
-            return partial(group.pop, "mask", None)
-        return partial(group.__setitem__, "mask", listed[0] if len(listed) == 1 else listed)
+            return [*calls, partial(group.pop, "mask", None)]
+        given = listed[0] if len(listed) == 1 else listed
+        return [*calls, partial(group.__setitem__, "mask", given)]
+
+    def _prepare_layout(
+        self,
+        param: Tensor,
+        layout: masks.PackedMask | None,
+        packed: masks.PackedMask | None,
+        old: Tensor | None,
+        new: Tensor | None,
+    ) -> list[Callable[[], object]]:
+        """Copy state from one layout to another, without what only one of two masks selects."""
+        group, memory = self.group_of(param), memory_of(param)
+        tensors, values = self._resettable_state(param)
+        if not tensors:
+            return []
+        param_state = self.state[param]
+        rule = self.stored_rule_for(group, memory, param_state)
+        made = states.replace_layout(rule, group, tensors, memory.shape, layout, packed)
+        dropped = None
+        if layout is None and old is not None:  # new entries
+            assert packed is not None
+            dropped = ~masks.over_elements(old, memory.shape).reshape(-1)[packed.indices()]
+        elif packed is None and new is not None:
+            dropped = ~masks.over_elements(new, memory.shape)
+        if dropped is not None:
+            for tensor, value in zip(made, values, strict=True):
+                tensor.masked_fill_(dropped, states.fill_value(tensor.dtype, value))
+        replaced = dict(zip(rule.state_names, made, strict=True))
+        return [
+            partial(param_state.update, replaced),
+            partial(self.store.set_layout, param, packed),
+            partial(self.store.drop, param),
+        ]
 
     def _prepare_reset(self, param: Tensor, changed: Tensor, writes: RowWrites) -> None:
         """Add the state of elements to what ``writes`` resets; everything that can raise."""
@@ -899,6 +980,9 @@ class RuleOptimizer(_Base):
     def explain(self, model: nn.Module | None = None) -> Explanation:
         """Show for each parameter which engine ran its latest update, and the size of its state.
 
+        While gradients are there, it also names the tables whose sparse gradient has so many rows
+        that a dense one would be faster.
+
         Args:
             model: a model whose names for parameters to use, if the optimizer was given none.
 
@@ -924,7 +1008,17 @@ class RuleOptimizer(_Base):
                 deferred = self._deferred_rows(param)
                 behind = 0 if deferred is None else deferred.num_deferred()
                 used = self.used_engines.get(id(param))
-                found.append(explain_param(name, param, self.state.get(param), used, behind))
+                share = 0.0
+                if getattr(param.grad, "is_sparse", False) is True:
+                    counts = count_rows(param, None)
+                    share = counts.touched / max(counts.rows, 1)
+                is_deferred = self.semantics == "dense"
+                param_state = self.state.get(param)
+                found.append(
+                    explain_param(
+                        name, param, param_state, used, behind, share, is_deferred=is_deferred
+                    )
+                )
         return Explanation(tuple(found))
 
     def metrics(self) -> dict[str, int]:
@@ -966,7 +1060,8 @@ class RuleOptimizer(_Base):
         for group_index, group in enumerate(self.param_groups):
             selections = None
             if group.get("mask") is not None:
-                selections = self.groups.selections(self, group, self.settings(group_index))
+                settings = self.settings(group_index)
+                selections = self.groups.selections(self, group_index, group, settings)
             for index, param in enumerate(group["params"]):
                 if id(param) in seen or is_lazy(param):
                     continue
@@ -993,19 +1088,24 @@ class RuleOptimizer(_Base):
 
     # Checkpoints and pickles
 
-    def state_dict(self) -> StateDict:
+    def state_dict(self, *, packed: bool = False) -> StateDict:
         """Like torch's. All rows are brought up to date first, so it is an ordinary checkpoint.
 
         With a mask by rows, ``torch.save`` writes the state of the rows that have moved, as sparse
         tensors, if that takes less than half the space. In memory it has all rows.
+
+        Args:
+            packed: leave state packed that a mask over elements has packed, one value for each kept
+                element. By default it is expanded to the parameter's shape, as torch's class has
+                it. ``load_state_dict`` of this class takes both.
         """
         self.catch_up()
         found = super().state_dict()
-        by_row = {id(param_state): kept for param_state, kept in saved_by_rows(self)}
-        if by_row:
+        masked = {id(own): saved for own, saved in masked_state(self, packed=packed)}
+        if masked:
             state = found["state"].items()
             found["state"] = {
-                key: by_row.get(id(param_state), param_state) for key, param_state in state
+                key: masked.get(id(param_state), param_state) for key, param_state in state
             }
         return found
 
@@ -1053,6 +1153,7 @@ class RuleOptimizer(_Base):
             "engine": self.engine,
             "semantics": self.semantics,
             "option_names": self.option_names,
+            "layouts": self.store.layouts,
         }
         return {**super().__getstate__(), **own}
 
@@ -1063,6 +1164,7 @@ class RuleOptimizer(_Base):
         loading = self._loading
         if loading is not None:
             self._restore(loading, state)
+        self.store.layouts.update(state.pop("layouts", {}))
         super().__setstate__(state)
         if "differentiable" not in self.option_names:  # torch has put it there
             self.defaults.pop("differentiable", None)
@@ -1076,6 +1178,7 @@ class RuleOptimizer(_Base):
             deferred = self.deferred.get(id(param))
             if deferred is not None and not deferred.was_modified(param):
                 self.catch_up_rows(param, None)
+        self.store.layouts.clear()
         self.deferred.clear()
         for group, missing in zip(state["param_groups"], loading.missing, strict=True):
             for name, value in missing.items():
@@ -1084,6 +1187,7 @@ class RuleOptimizer(_Base):
             for _, param_state in loading.state:
                 settle(param_state)
         state["state"].update(loading.state)
+        state["layouts"] = loading.layouts
 
 
 # Excluded from torch.compile. The compiler is imported only when it comes across them.

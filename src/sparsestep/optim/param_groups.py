@@ -6,6 +6,7 @@ has changed, and the settings of the last step are used again.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,8 +22,10 @@ from sparsestep.engines.native import CachedPlan
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.grads.exchange import GradSource
+from sparsestep.optim.state import StateStore, packs_by
 from sparsestep.rules import options
 from sparsestep.rules._derive_idle import unsupported_message
+from sparsestep.rules.constraint import RowConstraint
 from sparsestep.rules.rule import Rule
 
 ParamGroup = dict[str, Any]
@@ -48,6 +51,8 @@ class Declares(Protocol):
     formula_options: ClassVar[frozenset[str]]
     no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]]
     always_decoupled: ClassVar[bool]
+    state: defaultdict[Tensor, Any]
+    store: StateStore
 
     def check_group(self, group: ParamGroup) -> None:
         """Refuse a param group with an unknown, missing or invalid option."""
@@ -84,6 +89,8 @@ class ParamGroups:
 
     def __init__(self) -> None:
         self._settings: dict[int, tuple[tuple[Any, ...], GroupSettings]] = {}
+        # The masks of each group, and the parameters that they belong to.
+        self._selections: dict[int, tuple[tuple[Tensor, ...], Selections]] = {}
 
     def settings(self, optimizer: Declares, group_index: int, group: ParamGroup) -> GroupSettings:
         """What a param group says about its updates, now."""
@@ -92,6 +99,8 @@ class ParamGroups:
         if known is not None and len(values) == len(known[0]) and all(map(is_, values, known[0])):
             return known[1]
         settings = self.read(optimizer, group_index, group)
+        if group.get("mask") is None:
+            self._selections.pop(group_index, None)
         changeable = (v for k, v in group.items() if k not in ("params", "mask", "param_names"))
         if all(map(is_immutable, changeable)):
             self._settings[group_index] = (values, settings)
@@ -112,9 +121,8 @@ class ParamGroups:
             elif group is None:
                 return None
             masked = None
-            if "selections" in settings.core:
-                params, selections = settings.core["selections"]
-                masked = masks.cached_masks(params, selections)
+            if group_index in self._selections:
+                masked = masks.cached_masks(*self._selections[group_index])
                 if masked is None:
                     return None
             before.cached_groups.append((values, group, masked))
@@ -135,20 +143,18 @@ class ParamGroups:
             settings.elementwise = _read_settings(optimizer, group_index, group, elementwise)
         return settings
 
-    @staticmethod
     def selections(
-        optimizer: Declares, group: ParamGroup, settings: GroupSettings
+        self, optimizer: Declares, group_index: int, group: ParamGroup, settings: GroupSettings
     ) -> Selections | None:
         """Return the selections of a group's masks; they are reused until a mask changes."""
         given = group.get("mask")
         if given is None:
             return None
         params = group["params"]
-        found: tuple[tuple[Tensor, ...], Selections] = settings.core.get("selections", ((), []))
-        made_for, known = found
+        made_for, known = self._selections.get(group_index, ((), []))
         # A list may have other masks now, and the group other parameters.
-        same = isinstance(given, Tensor) and len(params) == len(made_for)
-        if not same or not all(map(is_, params, made_for)):
+        same = len(known) == 1 and known[0] is not None and known[0].mask is given
+        if not same or not all(map(is_, params, made_for)) or len(params) != len(made_for):
             by_row = settings.rule.needs_whole_rows or optimizer.semantics == "dense"
             masks.check_masks(given, params, by_row=by_row)
             before = {id(p): selection for p, selection in zip(made_for, known, strict=True)}
@@ -156,10 +162,16 @@ class ParamGroups:
                 None if mask is None else _reuse_selection(before.get(id(param)), param, mask)
                 for param, mask in zip(params, masks.per_param(given, params), strict=True)
             ]
-            settings.core["selections"] = (tuple(params), known)
-        for selection in known:
+            self._selections[group_index] = (tuple(params), known)
+        for param, selection in zip(params, known, strict=True):
             if selection is not None:
-                selection.refresh()
+                layout = optimizer.store.layouts.get(param)
+                packs = layout is not None or not optimizer.state.get(param)
+                selection.refresh(packs=packs and packs_by(selection.mask, param, group))
+                # A mask set by hand drops no state: it is kept in the parameter's shape.
+                is_changed = layout is not None and not layout.same_as(selection.packed)
+                if is_changed and optimizer.state.get(param):
+                    selection.refresh(packs=False)
         return known
 
 
@@ -198,6 +210,7 @@ def _read_settings(
         partial(describe_param, type(optimizer).__name__, group, group_index),
         has_torch_kernel,
         has_torch_kernel and bool(options.torch_kernel_choice(group)),
+        constraint=RowConstraint.of_group(group),
     )
     if options.get_option(group, "state_dtype") is torch.int8:
         seed = settings.seed if settings.stochastic_rounding else None

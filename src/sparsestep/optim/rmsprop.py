@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -111,7 +111,10 @@ class RMSprop(RuleOptimizer, Optimizer):
         <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012.
     """
 
-    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
+    group_options: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer.group_options,
+        "decoupled_weight_decay",
+    )
 
     def __init__(
         self,

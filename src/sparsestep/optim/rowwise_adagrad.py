@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -79,7 +79,11 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
     """
 
     rule = RULE
-    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay", "dense")
+    group_options: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer.group_options,
+        "decoupled_weight_decay",
+        "dense",
+    )
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -114,7 +114,7 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
 
-    group_options = (
+    group_options: ClassVar[tuple[str, ...]] = (
         *RuleOptimizer.group_options,
         "bias_correction",
         "decoupled_weight_decay",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -102,7 +102,10 @@ class SGD(RuleOptimizer, Optimizer):
         deep learning <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
 
-    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
+    group_options: ClassVar[tuple[str, ...]] = (
+        *RuleOptimizer.group_options,
+        "decoupled_weight_decay",
+    )
 
     def __init__(
         self,

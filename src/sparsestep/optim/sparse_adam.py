@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -94,7 +94,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
     """
 
     step_is_tensor = False
-    group_options = (*RuleOptimizer.group_options, "bias_correction")
+    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
     supports_complex = False
 
     def __init__(

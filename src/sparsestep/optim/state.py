@@ -12,12 +12,16 @@ from torch import Tensor
 
 from sparsestep._torch import is_called_by_checkpoint, scalar_dtype
 from sparsestep.errors import InputError, message
+from sparsestep.grads.exchange import source_of
 from sparsestep.grads.indexed import IndexedGrad
+from sparsestep.grads.masks import PackedMask
 from sparsestep.memory import lazy as pages
-from sparsestep.memory import mapped_state
+from sparsestep.memory import mapped_file
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.huge_pages import HugePages
+from sparsestep.memory.mapped_file import file_of
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, INTEGER_DTYPES, memory_of
+from sparsestep.rules.constraint import RowConstraint
 from sparsestep.rules.options import as_float, uses_random_rounding
 from sparsestep.rules.rule import Rule, StateSpec
 
@@ -55,9 +59,70 @@ class Records(defaultdict[Tensor, Any]):
     copy = __copy__
 
 
-def state_shape(spec: StateSpec, param: Tensor) -> torch.Size:
-    """The shape of a state tensor: the parameter's, or its first dim alone."""
+def packs_by(mask: Tensor, param: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether a mask packs the state of a parameter: one value for each kept element.
+
+    State in files and on other devices, that of sharded tables, of parameters that are not
+    contiguous, and of rows with a constraint keeps the parameter's shape. So does state that is
+    rounded stochastically: its random bits belong to the element.
+    """
+    is_half = group.get("state_dtype") in parameters.HALF_DTYPES
+    return (
+        mask.dim() > 1
+        and not (is_half and group.get("stochastic_rounding"))
+        and RowConstraint.of_group(group) is None
+        and param.is_cpu
+        and not parameters.is_distributed(param)
+        and param.is_contiguous()
+        and file_of(param) is None
+        and source_of(param) is None
+    )
+
+
+def state_shape(spec: StateSpec, param: Tensor, packed: PackedMask | None = None) -> torch.Size:
+    """The shape of a state tensor: the parameter's, its first dim alone, or what a mask keeps."""
+    if packed is not None and packed.shape == param.shape:
+        return torch.Size([packed.kept])
     return param.shape[:1] if spec.per_row else param.shape
+
+
+def relayout(
+    tensors: list[Tensor],
+    values: list[float],
+    shape: torch.Size,
+    old: PackedMask | None,
+    new: PackedMask | None,
+) -> list[Tensor]:
+    """Copy state into another layout; ``None`` is that of a parameter of the given shape.
+
+    Elements that the old layout does not have get their state's value in ``values``.
+
+    Example:
+        >>> masks = torch.tensor([[True, True, False]]), torch.tensor([[False, True, True]])
+        >>> old, new = map(PackedMask.of, masks)
+        >>> state = [torch.tensor([1.0, 2.0])]
+        >>> relayout(state, [0.5], torch.Size([1, 3]), old, new)
+        [tensor([2.0000, 0.5000])]
+        >>> relayout(state, [0.5], torch.Size([1, 3]), old, None)
+        [tensor([[1.0000, 2.0000, 0.5000]])]
+    """
+    tensors = [tensor.detach() for tensor in tensors]
+    if old is None:
+        assert new is not None
+        elements = new.indices()
+        return [tensor.reshape(-1)[elements] for tensor in tensors]
+    to = at = old.indices()
+    if new is not None:
+        to = new.indices()
+        shape = torch.Size([new.kept])
+        stays = torch.isin(to, at, assume_unique=True)
+        at, to = torch.searchsorted(at, to[stays]), stays.nonzero().squeeze(1)
+    found = []
+    for tensor, value in zip(tensors, values, strict=True):
+        made = pages.full(shape, fill_value(tensor.dtype, value), tensor.dtype, tensor.device)
+        made.view(-1)[to] = tensor if new is None else tensor[at]
+        found.append(made)
+    return found
 
 
 def state_dtype_for(
@@ -77,15 +142,36 @@ def state_dtype_for(
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
+def replace_layout(
+    rule: Rule,
+    options: Mapping[str, Any],
+    tensors: list[Tensor],
+    shape: torch.Size,
+    old: PackedMask | None,
+    new: PackedMask | None,
+) -> list[Tensor]:
+    """Return the state of a parameter in another layout, to take the place of what it has."""
+    if any(tensor.is_shared() for tensor in tensors):
+        requirement = "a mask over elements must not change once the state is in shared memory"
+        raise InputError(message(requirement, "state that other processes may have"))
+    values = [initial_value(spec, options) for spec in rule.state]
+    return relayout(tensors, values, shape, old, new)
+
+
 def new_state(
-    rule: Rule, param: Tensor, options: Mapping[str, Any], state_dtype: torch.dtype | None
+    rule: Rule,
+    param: Tensor,
+    options: Mapping[str, Any],
+    state_dtype: torch.dtype | None,
+    packed: PackedMask | None = None,
 ) -> list[Tensor]:
     """State for a parameter's first step."""
     made = []
     for spec in rule.state:
         dtype = state_dtype_for(spec, param, state_dtype)
-        shape, value = state_shape(spec, param), fill_value(dtype, initial_value(spec, options))
-        tensor = mapped_state.new_state(param, spec.name, shape, value, dtype)
+        shape = state_shape(spec, param, packed)
+        value = fill_value(dtype, initial_value(spec, options))
+        tensor = mapped_file.new_state(param, spec.name, shape, value, dtype)
         if tensor is None and not spec.per_row and not param.is_contiguous():
             # Elements in the parameter's own order, as torch does it.
             tensor = torch.full_like(param, value, dtype=dtype, requires_grad=False)
@@ -132,10 +218,12 @@ def is_unused(param_state: Mapping[str, Any]) -> bool:
     return isinstance(count, int | float) and not count
 
 
-def check_state(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Tensor]:
+def check_state(
+    rule: Rule, param: Tensor, state: Mapping[str, Any], packed: PackedMask | None = None
+) -> list[Tensor]:
     """The rule's tensors from a parameter's state; raises if they do not fit the parameter."""
     tensors = []
-    shape, on_cpu = param.shape, param.is_cpu
+    on_cpu = param.is_cpu
     for spec in rule.state:
         tensor = state.get(spec.name)
         if not isinstance(tensor, Tensor):
@@ -143,7 +231,7 @@ def check_state(rule: Rule, param: Tensor, state: Mapping[str, Any]) -> list[Ten
             raise InputError(message(requirement, ", ".join(map(str, state))))
         tensor = memory_of(tensor)
         same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
-        wanted = shape[:1] if spec.per_row else shape
+        wanted = state_shape(spec, param, packed)
         if tensor.shape != wanted or not same_device:
             raise InputError(
                 message(
@@ -207,7 +295,7 @@ def convert_loaded(
     for name, value in saved.items():
         if name in known and isinstance(value, Tensor):
             dtype = state_dtype_for(known[name], param, state_dtype)
-            copied = mapped_state.copy_state(param, name, value, dtype, replaced.get(name))
+            copied = mapped_file.copy_state(param, name, value, dtype, replaced.get(name))
             if copied is None:
                 copied = value.detach().to(param.device, dtype, copy=value is given.get(name))
             result[name] = copied
@@ -259,11 +347,13 @@ class StateStore:
     Attributes:
         addresses: by ``id(param)``, the parameter (kept alive so the id stays unique) and the data
             pointers that passed the write check. The core reads and compares them.
+        layouts: by parameter, the mask whose kept elements its state has, in order.
         huge_pages: tensors that wait for huge pages.
     """
 
     def __init__(self) -> None:
         self.addresses: dict[int, tuple[Any, ...]] = {}
+        self.layouts: dict[Tensor, PackedMask] = {}
         self.huge_pages: HugePages = HugePages()
 
     def check_writable(
@@ -298,6 +388,24 @@ class StateStore:
         if known is None and len(self.addresses) > num_params:
             self.addresses.clear()  # parameters were removed from the groups
         self.addresses[id(param)] = (param, *addresses)
+
+    def layout_of(
+        self, rule: Rule, param: Tensor, param_state: Mapping[str, Any] | None
+    ) -> PackedMask | None:
+        """Return the layout of a parameter's state; ``None`` if that has the parameter's shape."""
+        found = self.layouts.get(param)
+        if found is None or not param_state:
+            return None
+        kept = [param_state.get(name) for name in rule.state_names]
+        has_shape = (isinstance(t, Tensor) and t.shape == (found.kept,) for t in kept)
+        return found if kept and all(has_shape) else None
+
+    def set_layout(self, param: Tensor, packed: PackedMask | None) -> None:
+        """Note that a parameter has state in this layout."""
+        if packed is None:
+            self.layouts.pop(param, None)
+        else:
+            self.layouts[param] = packed
 
     def drop(self, param: Tensor) -> None:
         """Forget the memory of a parameter that gets other memory."""

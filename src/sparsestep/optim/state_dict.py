@@ -24,10 +24,12 @@ class LoadedState(NamedTuple):
     Attributes:
         missing: for each param group the options that the checkpoint does not know.
         state: each parameter's, copied, in the dtype that it has here.
+        layouts: the masks of parameters whose state is packed.
     """
 
     missing: list[ParamGroup]
     state: list[tuple[Tensor, dict[str, Any]]]
+    layouts: dict[Tensor, masks.PackedMask]
 
 
 def read_state_dict(
@@ -46,7 +48,7 @@ def read_state_dict(
     sizes = [[len(group["params"]) for group in each] for each in (groups, saved_groups)]
     if sizes[0] != sizes[1]:
         return None
-    found = LoadedState([], [])
+    found = LoadedState([], [], {})
     for group_index, (group, new) in enumerate(zip(groups, saved_groups, strict=True)):
         missing = {name: group[name] for name in names if name in group and name not in new}
         known = {**missing, **new, "params": group["params"]}
@@ -54,14 +56,23 @@ def read_state_dict(
         with error_prefix(f"{who}: group {group_index} of the checkpoint"):
             _check_group(optimizer, group_index, known)
             _check_class(optimizer, optimizer.rule_for(known), new)
+        listed = masks.per_param(known.get("mask"), group["params"])
         for index, (param, key) in enumerate(zip(group["params"], new["params"], strict=True)):
             if key not in saved["state"]:
                 continue
             with error_prefix(describe_param(who, group, group_index, index)):
                 replaced = optimizer.state.get(param) or {}
-                param_state = _read_param_state(
-                    optimizer, known, param, saved["state"][key], replaced, copy=copy
+                param_state, packed = _read_param_state(
+                    optimizer,
+                    known,
+                    param,
+                    saved["state"][key],
+                    replaced,
+                    listed[index],
+                    copy=copy,
                 )
+            if packed is not None:
+                found.layouts[param] = packed
             if param_state.get("step") is not None:
                 param_state["step"] = states.new_step(
                     known, param, int(param_state["step"]), is_tensor=optimizer.step_is_tensor
@@ -123,23 +134,31 @@ def _read_param_state(
     param: Tensor,
     saved: Any,
     replaced: Mapping[str, Any],
+    mask: Tensor | None,
     *,
     copy: bool,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], masks.PackedMask | None]:
     if not isinstance(saved, Mapping):
         raise InputError(message("its state must be a dict", type(saved).__name__))
     if not saved:
-        return {}
+        return {}, None
+    packed = None if mask is None or mask.dim() <= 1 else masks.PackedMask.of(mask.cpu())
+    wanted = packed if mask is not None and states.packs_by(mask, param, group) else None
     rule = optimizer.stored_rule_for(group, param, saved)
     given, saved = saved if copy else {}, convert_saved(rule, _to_strided(param, saved))
     for spec in rule.state:
         value = saved.get(spec.name)
         # For torch's SGD, a missing buffer means a first step.
         if value is not None or rule.counts_steps:
-            _check_tensor(spec, param, value, saved)
+            layout = packed if isinstance(value, Tensor) and value.dim() == 1 else None
+            _check_tensor(spec, param, value, saved, layout)
+            if layout is not wanted:
+                first = [states.initial_value(spec, group)]
+                (saved[spec.name],) = states.relayout([value], first, param.shape, layout, wanted)
     if rule.counts_steps or saved.get("step") is not None:
         _check_step(saved)
-    return states.convert_loaded(rule, param, saved, group.get("state_dtype"), given, replaced)
+    loaded = states.convert_loaded(rule, param, saved, group.get("state_dtype"), given, replaced)
+    return loaded, wanted
 
 
 def _to_strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,11 +172,17 @@ def _to_strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_tensor(spec: StateSpec, param: Tensor, value: Any, saved: Mapping[str, Any]) -> None:
+def _check_tensor(
+    spec: StateSpec,
+    param: Tensor,
+    value: Any,
+    saved: Mapping[str, Any],
+    packed: masks.PackedMask | None,
+) -> None:
     if not isinstance(value, Tensor):
         held = f"{value!r}" if spec.name in saved else f"one with {', '.join(map(str, saved))}"
         raise InputError(message(f"its state must have a tensor {spec.name!r}", held))
-    wanted = states.state_shape(spec, param)
+    wanted = states.state_shape(spec, param, packed)
     if value.shape != wanted:
         requirement = f"its state {spec.name!r} must have shape {tuple(wanted)}, like the parameter"
         raise InputError(message(requirement, tuple(value.shape)))
@@ -181,15 +206,39 @@ def _check_step(saved: Mapping[str, Any]) -> None:
         raise InputError(message(requirement, count))
 
 
-def saved_by_rows(optimizer: StepsParams) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the state of parameters with a mask by rows: as it is, and as it is saved."""
+def unpacked_state(optimizer: StepsParams, param: Tensor) -> Mapping[str, Any] | None:
+    """Return the state of a parameter in its shape: if it is packed, a copy."""
+    param_state: dict[str, Any] | None = optimizer.state.get(param)
+    if not param_state or param not in optimizer.store.layouts:
+        return param_state
+    group = optimizer.group_of(param)
+    rule = optimizer.stored_rule_for(group, param, param_state)
+    packed = optimizer.store.layout_of(rule, param, param_state)
+    if packed is None:
+        return param_state
+    tensors = [param_state[name] for name in rule.state_names]
+    values = [states.initial_value(spec, group) for spec in rule.state]
+    dense = states.relayout(tensors, values, packed.shape, packed, None)
+    return {**param_state, **dict(zip(rule.state_names, dense, strict=True))}
+
+
+def masked_state(
+    optimizer: StepsParams, *, packed: bool
+) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """Yield the state of parameters with a mask: as it is, and as a checkpoint has it."""
     for group in optimizer.param_groups:
-        if group.get("mask") is None:
-            continue
-        listed = masks.per_param(group["mask"], group["params"])
+        listed = masks.per_param(group.get("mask"), group["params"])
         for param, mask in zip(group["params"], listed, strict=True):
             param_state = optimizer.state.get(param)
-            if param_state and isinstance(mask, Tensor) and mask.dim() == 1:
+            if not param_state:
+                continue
+            layout = optimizer.store.layouts.get(param)
+            if layout is not None:
+                # A mask that was changed by hand is not the one that the state is packed by.
+                is_current = mask is not None and layout.same_as(masks.PackedMask.of(mask))
+                if not (packed and is_current):
+                    yield param_state, unpacked_state(optimizer, param) or {}
+            elif isinstance(mask, Tensor) and mask.dim() == 1:
                 rule = optimizer.stored_rule_for(group, param, param_state)
                 saved = {
                     n: saved_by_row(param_state[n]) for n in rule.state_names if n in param_state

@@ -107,23 +107,31 @@ def new_update(
     index: int,
     param: Tensor,
     grad: Gradient,
+    selection: masks.MaskSelection | None,
 ) -> ParamUpdate:
-    """An update with gradient and state checked."""
+    """An update with gradient and state checked, in the layout of the mask."""
     param_state = optimizer.state.get(param)
     if settings.elementwise is not None:
         settings, param_state = _settings_of_param(settings, param, grad, param_state)
     rule, dense = settings.rule, optimizer.semantics == "dense"
-    memory, grad = to_local(param, grad, by_row=rule.needs_whole_rows or dense)
+    memory, grad = to_local(param, grad, by_row=settings.needs_whole_rows or dense)
     optimizer.store.check_writable(param, memory)
     gradient = indexed_grad(memory, grad, row_slots=rule.needs_whole_rows or dense)
     if dense:
         gradient = gradient._replace(element_mask=None)  # what is not held is zero, and counts
     tensors = None
+    if selection is not None and selection.shape != memory.shape:
+        masks.check_masks(selection.mask, [memory], by_row=rule.needs_whole_rows)
+    packed = None if selection is None else selection.packed
     if not param_state or not (rule.counts_steps or states.is_complete(rule, param_state)):
         param_state = None  # for torch's SGD, a missing tensor means a first step
     else:
         states.check_step(rule, param_state)
-        tensors = states.check_state(rule, memory, param_state)
+        layout = optimizer.store.layout_of(rule, param, param_state)
+        tensors = states.check_state(rule, memory, param_state, layout)
+        if tensors and not _same_layout(layout, packed):
+            tensors = states.replace_layout(rule, group, tensors, memory.shape, layout, packed)
+            param_state = {**param_state, **dict(zip(rule.state_names, tensors, strict=True))}
     optimizer.store.check_writable(
         param,
         memory,
@@ -132,7 +140,15 @@ def new_update(
         num_params=sum(len(each["params"]) for each in optimizer.param_groups),
         iteration=optimizer.iterations,
     )
-    return ParamUpdate(settings, group, index, param, memory, grad, gradient, param_state, tensors)
+    update = ParamUpdate(
+        settings, group, index, param, memory, grad, gradient, param_state, tensors
+    )
+    update.packed = packed
+    return update
+
+
+def _same_layout(one: masks.PackedMask | None, other: masks.PackedMask | None) -> bool:
+    return one is other or (one is not None and one.same_as(other))
 
 
 def _settings_of_param(
@@ -169,16 +185,21 @@ def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, pl
         raise InputError(message("a parameter must have a real float dtype", param.dtype))
     if update.group.get("differentiable"):
         requirement = "differentiable=True needs dense gradients under torch's own formulas"
-        raise InputError(message(requirement, _describe_layout(update.grad)))
+        grad = update.grad
+        got = f"layout {grad.layout}" if isinstance(grad, Tensor) else type(grad).__name__
+        raise InputError(message(requirement, got))
     if update.state is None:
-        update.state = states.new_state(rule, param, update.group, settings.state_dtype)
+        update.state = states.new_state(
+            rule, param, update.group, settings.state_dtype, update.packed
+        )
     gradient = update.indexed
-    if selection is not None:
-        if selection.shape != param.shape:
-            masks.check_masks(selection.mask, [param], by_row=rule.needs_whole_rows)
+    is_whole = update.packed is not None and gradient.indices is None and not param.is_complex()
+    if selection is not None and not is_whole:
         gradient = masks.apply_mask(gradient, selection, param.numel())
     if mapped_files:
         reserve_checked(param, update.state, gradient)
+    if settings.constraint is not None:
+        gradient = to_row_slots(param, gradient)
     update.targets, update.indexed = engine_views(param, update.state, gradient)
     update.step = update.steps_taken() + 1
     if settings.seed is not None:
@@ -204,14 +225,6 @@ def engine_views(
     return real, gradient.view_as_real()
 
 
-def _memory_of(update: ParamUpdate) -> str:
-    return f"strides {update.param.stride()} on {update.param.device}"
-
-
-def _describe_layout(grad: Gradient) -> str:
-    return f"layout {grad.layout}" if isinstance(grad, Tensor) else type(grad).__name__
-
-
 class StepsParams(Declares, Protocol):
     """What a step needs of ``RuleOptimizer``, which imports this module."""
 
@@ -228,6 +241,10 @@ class StepsParams(Declares, Protocol):
 
     def params(self) -> Iterator[Tensor]:
         """Iterate over all parameters of all groups."""
+
+    def group_of(self, param: Tensor) -> dict[str, Any]:
+        """Return the group of a parameter."""
+        ...
 
     @staticmethod
     def torch_kernel(batch: DenseBatch, /) -> None:
@@ -277,7 +294,8 @@ class Step:
             settings = optimizer.groups.settings(optimizer, group_index, group)
             selections = None
             if group.get("mask") is not None:
-                selections = optimizer.groups.selections(optimizer, group, settings)
+                groups = optimizer.groups
+                selections = groups.selections(optimizer, group_index, group, settings)
         except InputError as error:
             given = [param.grad for param in some] if grads is None else grads
             if all(grad is None for grad in given):
@@ -296,7 +314,8 @@ class Step:
             self._seen.add(id(param))
             selection = None if selections is None else selections[index]
             try:
-                update = new_update(optimizer, group, settings.for_param(param), index, param, grad)
+                own = settings.for_param(param)
+                update = new_update(optimizer, group, own, index, param, grad, selection)
                 self._add(update, selection)
             except InputError as error:  # cheaper than error_prefix for each parameter
                 raise type(error)(f"{settings.describe_param(index)}: {error}") from None
@@ -349,7 +368,12 @@ class Step:
         if selections is not None:
             if self._catch_up is not None:  # what a mask excludes must not be brought up to date
                 return indices
-            for_core = [None if s is None else s.native for s in selections[first : indices.stop]]
+            some = selections[first : indices.stop]
+            layouts = optimizer.store.layouts
+            packed = [None if s is None else s.packed for s in some]
+            if any(m and layouts.get(p) is not m for m, p in zip(packed, params, strict=True)):
+                return indices  # its state has another layout so far
+            for_core = [None if s is None else s.native for s in some]
         claimed: list[Claimed] | None = [] if self._catch_up is not None or mapped_files else None
         declined = native.claim_standard(
             settings,
@@ -363,8 +387,10 @@ class Step:
             claimed,
         )
         for index, found in claimed or ():
-            param, selection = params[index - first], for_core and for_core[index - first]
-            slots = selection[1] if selection else len(param) if param.dim() else 1
+            param, selected = params[index - first], for_core and for_core[index - first]
+            slots = len(param) if param.dim() else 1
+            if selected and not isinstance(selected, masks.PackedMask):
+                slots = selected[1]
             at = cat([p.flat_indices for p in found]) if isinstance(found, tuple) else found
             param_state = optimizer.state.get(param)
             state = [param_state[spec.name] for spec in settings.rule.state] if param_state else []
@@ -459,7 +485,7 @@ class Step:
                     optimizer.used_engines[id(param)] = (param, "native", reason)
         for update in self._updates:
             reason = update.fallback_reason
-            if update.indexed.indices is None:
+            if update.indexed.indices is None and update.packed is None:
                 reason = self._dense_reason(update.key, reason)
             optimizer.used_engines[id(update.key)] = (update.key, update.engine, reason)
         for update in () if self._torch is None else self._torch.claimed:
@@ -481,7 +507,8 @@ class Step:
             return f"since you set engine={engine!r}"
         if self._native is None:
             return "since sparsestep was installed without its C++ core"
-        return f"since the core needs CPU tensors with evenly spaced rows, got {_memory_of(update)}"
+        memory = f"strides {update.param.stride()} on {update.param.device}"
+        return f"since the core needs CPU tensors with evenly spaced rows, got {memory}"
 
     def _prepare(self) -> None:
         self._engines = EngineDispatcher(
@@ -505,6 +532,8 @@ class Step:
         for update in self._updates:
             self._prepare_count(update)
         dense = [] if self._torch is None else self._torch.claimed
+        for update in (*self._updates, *dense):
+            self._prepare_layout(update)
         apart = [u.key for u in (*self._updates, *dense) if u.key is not u.param]
         if apart:
             self._calls.append(partial(increment_version, apart))
@@ -527,6 +556,14 @@ class Step:
 
     def _enter(self, entries: dict[Any, Any], key: Any, value: Any) -> None:
         self._calls.append(partial(entries.__setitem__, key, value))
+
+    def _prepare_layout(self, update: ParamUpdate) -> None:
+        """Have state replaced that has another layout now."""
+        state, store = self._optimizer.state, self._optimizer.store
+        if update.param_state and state.get(update.key) is not update.param_state:
+            self._enter(state, update.key, update.param_state)
+        if store.layouts.get(update.key) is not update.packed:
+            self._calls.append(partial(store.set_layout, update.key, update.packed))
 
     def _prepare_count(self, update: ParamUpdate) -> None:
         """Have the step counted; with the first, the parameter gets its state."""

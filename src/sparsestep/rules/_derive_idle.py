@@ -166,10 +166,6 @@ def _add(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
     return SymbolicValue({term: factor for term, factor in terms.items() if factor}, low)
 
 
-def _sub(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
-    return _add(a, _scale(b, -1.0))
-
-
 def _mul(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
     for value, other in ((a, b), (b, a)):
         if value.number is not None:
@@ -227,10 +223,6 @@ def _sign(value: SymbolicValue) -> SymbolicValue:
     return _unknown(-1.0, value)
 
 
-def _abs(value: SymbolicValue) -> SymbolicValue:
-    return value if value.low >= 0 else _unknown(0.0, value)
-
-
 def _maximum(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
     for value, other in ((a, b), (b, a)):
         if value.number is not None and other.low >= value.number:
@@ -258,13 +250,9 @@ def _finite_if_positive(low: float) -> Callable[..., SymbolicValue]:
     return made
 
 
-def _comparison(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
-    return _unknown(0.0)
-
-
 _EVALUATORS: dict[str, Callable[..., SymbolicValue]] = {
     "add": _add,
-    "sub": _sub,
+    "sub": lambda a, b: _add(a, _scale(b, -1.0)),
     "mul": _mul,
     "div": _div,
     "neg": lambda value: _scale(value, -1.0),
@@ -274,11 +262,11 @@ _EVALUATORS: dict[str, Callable[..., SymbolicValue]] = {
     "pow": _finite_if_positive(0.0),
     "log": _finite_if_positive(-math.inf),
     "sign": _sign,
-    "abs": _abs,
+    "abs": lambda value: value if value.low >= 0 else _unknown(0.0, value),
     "maximum": _maximum,
     "minimum": _minimum,
     "where": _where,
-    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), _comparison),
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), lambda a, b: _unknown(0.0)),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from sparsestep.errors import InputError, message
 from sparsestep.grads.masks import Masks
@@ -216,6 +217,11 @@ def _can_hold_state(dtype: torch.dtype) -> bool:
     return dtype in FLOAT_DTYPES or dtype is torch.int8
 
 
+def _max_norm(name: str, value: Any) -> None:
+    if value is not None:
+        check_positive(name, value)
+
+
 def _seed(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise InputError(message(f"{name} must be an integer or None", format_value(value)))
@@ -235,7 +241,7 @@ class Option(NamedTuple):
     no_op: tuple[Any, ...] = ()
 
 
-_TORCH_KERNEL = "for torch's kernel; with ``None``, the core runs dense gradients on the CPU."
+_TORCH_KERNEL = "passed to torch's kernel; with ``None``, the core runs dense gradients on the CPU."
 
 # Every option of every optimizer. A docstring may describe one of its own in another way.
 OPTIONS: dict[str, Option] = {
@@ -294,6 +300,10 @@ OPTIONS: dict[str, Option] = {
         _state_dtype,
         (None,),
     ),
+    "max_norm": Option(
+        "rescale updated rows whose 2-norm is larger to this norm.", _max_norm, (None,)
+    ),
+    "normalize": Option("rescale updated rows to a 2-norm of 1.", _flag, (False,)),
     "stochastic_rounding": Option(
         "round half-precision parameters and state up or down at random.", _flag, (False,)
     ),
@@ -320,6 +330,8 @@ GROUP_DEFAULTS: dict[str, Any] = {
         "decoupled_weight_decay",
         "dense",
         "mask",
+        "max_norm",
+        "normalize",
         "rounding_seed",
         "state_dtype",
         "stochastic_rounding",
@@ -339,6 +351,8 @@ class SharedOptions(TypedDict, total=False):
     semantics: Semantics
     mask: Masks
     state_dtype: torch.dtype | None
+    max_norm: float | None
+    normalize: bool
     stochastic_rounding: bool
     rounding_seed: int | None
 
@@ -363,6 +377,21 @@ def check_torch_kernel_options(group: Mapping[str, Any], *, takes_tensors: bool)
                 )
 
 
+def check_row_constraint(group: Mapping[str, Any]) -> None:
+    """Refuse both constraints at once, and parameters without rows to constrain."""
+    if get_option(group, "max_norm") is None and not get_option(group, "normalize"):
+        return
+    if get_option(group, "max_norm") is not None and get_option(group, "normalize"):
+        requirement = "max_norm and normalize exclude each other"
+        got = f"max_norm={group['max_norm']} and normalize=True"
+        raise InputError(message(requirement, got, "Set only one of them"))
+    for index, param in enumerate(group.get("params", ())):
+        if not is_lazy(param) and param.dim() < 2:
+            requirement = "max_norm and normalize need parameters with rows, of two dims or more"
+            got = f"shape {tuple(param.shape)} for param {index}"
+            raise InputError(message(requirement, got, "Put it into a group without them"))
+
+
 def torch_kernel_choice(group: Mapping[str, Any]) -> str:
     """Return the option that asks for torch's own kernel; empty if none does.
 
@@ -379,7 +408,7 @@ def torch_kernel_choice(group: Mapping[str, Any]) -> str:
     return ""
 
 
-def get_option(group: dict[str, Any], name: str) -> Any:
+def get_option(group: Mapping[str, Any], name: str) -> Any:
     """A param group's value of an option, or the extra's default."""
     return group[name] if name in group else GROUP_DEFAULTS[name]
 

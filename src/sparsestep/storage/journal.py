@@ -24,7 +24,7 @@ import stat
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -237,9 +237,8 @@ def commit(folder: Path, manifest: Manifest) -> None:
     """Make a checkpoint the latest one; its files must be on the disk."""
     temporary = f".{MANIFEST}"
     about = {"version": _VERSION, "crc": manifest.crc, **vars(manifest)}
-    with _create(folder, temporary) as raw, io.BufferedWriter(raw) as file:
-        file.write(formats.dumps(about, indent=1))
-        file.flush()
+    with _create(folder, temporary) as raw:
+        raw.write_all(formats.dumps(about, indent=1))
         os.fsync(raw.fileno())
     disk.sync_folder(folder)
     os.replace(folder / temporary, folder / MANIFEST)
@@ -259,13 +258,48 @@ def remove_others(folder: Path, manifest: Manifest | None) -> None:
 # Files are objects and not descriptors: Ctrl-C at any line leaves none open.
 
 
-def _open_regular(folder: Path, name: str) -> io.FileIO:
+class _ChecksummedFile(io.FileIO):
+    """A file of a checkpoint, with size and checksum of all that was written to it or read."""
+
+    size, crc = 0, 0
+
+    def _add(self, memory: memoryview) -> None:
+        self.size += len(memory)
+        self.crc = zlib.crc32(memory, self.crc)
+
+    def write_all(self, data: bytes | memoryview) -> None:
+        memory = memoryview(data)
+        self._add(memory)
+        while memory:
+            memory = memory[os.write(self.fileno(), memory) :]
+
+    def read_tensor(self, size: int) -> Tensor:
+        data = torch.empty(size, dtype=torch.uint8)
+        memory = left = _bytes_of(data)
+        while left:
+            count = self.readinto(left)
+            if not count:
+                raise self.changed("fewer bytes")
+            left = left[count:]
+        self._add(memory)
+        return data
+
+    def verify(self, entry: FileEntry) -> None:
+        if self.crc != entry.crc:
+            raise self.changed("different bytes")
+
+    def changed(self, got: str) -> InputError:
+        requirement = f"{self.name} must be unchanged since the checkpoint was written"
+        return InputError(message(requirement, got, _REMEDY))
+
+
+def _open_regular(folder: Path, name: str) -> _ChecksummedFile:
     """Open a file of a checkpoint for reading; refuses links and anything but a regular file."""
     path = folder / name
     requirement = f"{path} must be a regular file"
     try:
         # An interrupt in the opener would leave the descriptor open.
-        file = uninterrupted(lambda: io.FileIO(path, "r", opener=_open_itself))
+        file = uninterrupted(lambda: _ChecksummedFile(path, "r", opener=_open_itself))
     except FileNotFoundError:
         raise InputError(message(requirement, "no such file", _REMEDY)) from None
     except OSError as error:
@@ -283,13 +317,13 @@ def _open_itself(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
-def _open_checked(folder: Path, file: FileEntry) -> io.FileIO:
+def _open_checked(folder: Path, file: FileEntry) -> _ChecksummedFile:
     """Open a file of a checkpoint for reading, and check its size."""
     found = _open_regular(folder, file.file)
     size = os.fstat(found.fileno()).st_size
     if size != file.bytes:
         found.close()
-        raise _changed(folder, file, f"{size:,} bytes instead of {file.bytes:,}")
+        raise found.changed(f"{size:,} bytes instead of {file.bytes:,}")
     return found
 
 
@@ -308,63 +342,12 @@ def has_all_files(folder: Path, manifest: Manifest) -> bool:
     return True
 
 
-def _changed(folder: Path, file: FileEntry, got: str) -> InputError:
-    requirement = f"{folder / file.file} must be unchanged since the checkpoint was written"
-    return InputError(message(requirement, got, _REMEDY))
-
-
-def _create(folder: Path, name: str) -> io.FileIO:
+def _create(folder: Path, name: str) -> _ChecksummedFile:
     """Create a file of a checkpoint, in place of any that an interrupted one has left."""
     path = folder / name
     with suppress(FileNotFoundError):
         path.unlink()
-    return io.FileIO(path, "x+")
-
-
-class _DamagedError(Exception):
-    """What is wrong with a file of a checkpoint."""
-
-
-class _ChecksummedFile:
-    """An open file, with size and checksum of everything written to it or read from it."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self.bytes, self.crc = 0, 0
-
-    def _add(self, memory: memoryview) -> None:
-        self.bytes += len(memory)
-        self.crc = zlib.crc32(memory, self.crc)
-
-    def write(self, memory: memoryview) -> None:
-        self._add(memory)
-        while memory:
-            memory = memory[os.write(self._file.fileno(), memory) :]
-
-    def read(self, size: int) -> Tensor:
-        data = torch.empty(size, dtype=torch.uint8)
-        memory = left = _bytes_of(data)
-        while left:
-            count = self._file.readinto(left)
-            if not count:
-                raise _DamagedError("fewer bytes")
-            left = left[count:]
-        self._add(memory)
-        return data
-
-    def verify(self, entry: FileEntry) -> None:
-        if self.crc != entry.crc:
-            raise _DamagedError("different bytes")
-
-
-@contextmanager
-def _reading(folder: Path, entry: FileEntry) -> Iterator[tuple[io.FileIO, _ChecksummedFile]]:
-    """Open a file of a checkpoint for reading; an error names the file."""
-    with _open_checked(folder, entry) as file:
-        try:
-            yield file, _ChecksummedFile(file)
-        except _DamagedError as error:
-            raise _changed(folder, entry, str(error)) from None
+    return _ChecksummedFile(path, "x+")
 
 
 def _bytes_of(data: Tensor) -> memoryview:
@@ -391,9 +374,9 @@ def copy_base(folder: Path, table: TableEntry, target: int) -> None:
     with _open_checked(folder, table.base) as source:
         header = formats.read_header(str(folder / table.base.file), source.fileno())
         if header._replace(used=frozenset()) != table.layout.header:
-            raise _changed(folder, table.base, "a header that differs from the manifest")
+            raise source.changed("a header that differs from the manifest")
         if disk.copy_sparse(source.fileno(), target) != table.base.crc:
-            raise _changed(folder, table.base, "different bytes")
+            raise source.changed("different bytes")
 
 
 # Journals
@@ -416,16 +399,15 @@ def write_journal(folder: Path, number: int, size: int, parts: Sequence[WrittenR
     name = f"rows-{number:06}"
     with _create(folder, name) as file:
         disk.reserve(file.fileno(), 0, size)
-        target = _ChecksummedFile(file)
-        target.write(memoryview(_JOURNAL_HEADER))
+        file.write_all(_JOURNAL_HEADER)
         for part in parts:
-            target.write(_bytes_of(part.rows))
+            file.write_all(_bytes_of(part.rows))
             for table in part.files.values():
                 for some in _chunks(part.rows, table):
                     data = table.words().index_select(0, some)
-                    target.write(_bytes_of(data))
+                    file.write_all(_bytes_of(data))
         os.fsync(file.fileno())
-    return Journal(FileEntry(name, size, target.crc), [part.part for part in parts])
+    return Journal(FileEntry(name, size, file.crc), [part.part for part in parts])
 
 
 def _chunks(rows: Tensor, file: MappedFile) -> Iterator[Tensor]:
@@ -437,8 +419,8 @@ def _chunks(rows: Tensor, file: MappedFile) -> Iterator[Tensor]:
 def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) -> None:
     """Apply all journals to copies of the bases, by index of the table, and verify them."""
     for journal in manifest.journals:
-        with _reading(folder, journal.file) as (_, source):
-            _check_journal_header(folder, journal.file, source)
+        with _open_checked(folder, journal.file) as source:
+            _check_journal_header(source)
             for part in journal.parts:
                 some_files = [files[index] for index in part.tables]
                 rows = _read_rows(source, part.rows, min(file.shape[0] for file in some_files))
@@ -447,20 +429,20 @@ def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) ->
             source.verify(journal.file)
 
 
-def _check_journal_header(folder: Path, entry: FileEntry, source: _ChecksummedFile) -> None:
-    header = bytes(source.read(len(_JOURNAL_HEADER)).tolist())
+def _check_journal_header(source: _ChecksummedFile) -> None:
+    header = bytes(source.read_tensor(len(_JOURNAL_HEADER)).tolist())
     if header != _JOURNAL_HEADER:
         version = header.removeprefix(_JOURNAL_MAGIC).split(b"\n", 1)[0]
         if header.startswith(_JOURNAL_MAGIC) and version.isdigit() and len(version) < 10:
-            check_version(folder / entry.file, version, _JOURNAL_VERSION)
-        raise _DamagedError("another header")
+            check_version(source.name, version, _JOURNAL_VERSION)
+        raise source.changed("another header")
 
 
 def _read_rows(source: _ChecksummedFile, count: int, num_rows: int) -> Tensor:
     """Read row numbers, which must be ascending and in range."""
-    rows = source.read(count * 8).view(torch.int64)
+    rows = source.read_tensor(count * 8).view(torch.int64)
     if int(rows[0]) < 0 or int(rows[-1]) >= num_rows or not (rows[1:] > rows[:-1]).all():
-        raise _DamagedError(f"rows outside of [0, {num_rows})")
+        raise source.changed(f"rows outside of [0, {num_rows})")
     return rows
 
 
@@ -468,7 +450,7 @@ def _replay_rows(source: _ChecksummedFile, rows: Tensor, file: MappedFile) -> No
     file.reserve(rows)
     words = file.words()
     for some in _chunks(rows, file):
-        data = source.read(len(some) * words[0].nbytes)
+        data = source.read_tensor(len(some) * words[0].nbytes)
         words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
 
 
@@ -486,7 +468,7 @@ class _Writer:
         memory = memoryview(data).cast("B")
         if self.error is None:
             try:
-                self._target.write(memory)
+                self._target.write_all(memory)
             except BaseException as error:
                 self.error = error
         return len(memory)
@@ -500,8 +482,7 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> FileEntry:
     name = f"rest-{number:06}"
     handled = sys.exc_info()[1]
     with _create(folder, name) as file:
-        target = _ChecksummedFile(file)
-        writer = _Writer(target)
+        writer = _Writer(file)
         content = {"version": _REST_VERSION, **content}
         try:
             uninterrupted(lambda: torch.save(content, cast("IO[bytes]", writer)))
@@ -511,15 +492,15 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> FileEntry:
         if writer.error is not None:
             raise writer.error
         os.fsync(file.fileno())
-        return FileEntry(name, target.bytes, target.crc)
+        return FileEntry(name, file.size, file.crc)
 
 
 def read_rest(folder: Path, file: FileEntry) -> dict[str, Any]:
     """Read everything but the tables, and verify it."""
     handled = sys.exc_info()[1]
-    with _reading(folder, file) as (raw, source), io.BufferedReader(raw) as buffered:
-        while source.bytes < file.bytes:
-            source.read(min(_CHUNK_BYTES, file.bytes - source.bytes))
+    with _open_checked(folder, file) as source, io.BufferedReader(source) as buffered:
+        while source.size < file.bytes:
+            source.read_tensor(min(_CHUNK_BYTES, file.bytes - source.size))
         source.verify(file)
         buffered.seek(0)
         try:
@@ -528,7 +509,7 @@ def read_rest(folder: Path, file: FileEntry) -> dict[str, Any]:
             first = first_error(error, handled)
             if isinstance(first, OSError) or is_out_of_memory(first):
                 raise first from None
-            raise _DamagedError(f"{type(error).__name__}: {error}") from None
+            raise source.changed(f"{type(error).__name__}: {error}") from None
     return _checked_rest(folder / file.file, found)
 
 

@@ -38,18 +38,14 @@ from sparsestep.memory.disk import sync_folder
 
 
 class Writer(FileSystemWriter):
-    """Writes new files, never over those of an earlier checkpoint, and computes their checksums.
-
-    Attributes:
-        is_published: whether they are the checkpoint of the folder, even if an error or a signal
-            came later.
-    """
+    """Writes new files, never over those of an earlier checkpoint, and computes their checksums."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._files = _Files(self.save_id)
         self._folder = folder
         self.fs: FileSystem = self._files
+        # Whether they are the checkpoint of the folder, even if an error or a signal came later.
         self.is_published: bool = False
 
     @property

@@ -17,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._torch import cat, stack
-from sparsestep.distributed._packing import concat
 from sparsestep.distributed._table import ShardedTable
-from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed.collectives import Caught, Collectives
 from sparsestep.distributed.placement import hash_owner
 from sparsestep.distributed.vocabulary import RANK_SHIFT, Vocabulary
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import Init, drawn
 from sparsestep.nn.vocabulary import id_table as saving
-from sparsestep.nn.vocabulary.attach import Attached
 from sparsestep.nn.vocabulary.id_table import IdTableSnapshot, Options
 from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.optim.state import fill_value
@@ -99,7 +97,10 @@ def read_target(table: ShardedTable | None, stored: StoredTensor) -> ReadTarget:
     ranks = _row_ranks(table)
     if not stored.shape or ranks.world_size == 1:
         whole = torch.empty(stored.shape, dtype=stored.dtype)
-        return ReadTarget(whole, lambda: flatten_columns(whole, stored))
+        return ReadTarget(
+            whole,
+            lambda: whole.flatten(0, 1)[: stored.rows].clone() if stored.has_columns else whole,
+        )
     if stored.num_columns == ranks.world_size:
         return column_target(ranks, stored)
     block = block_target(ranks, stored)
@@ -138,20 +139,16 @@ def gather_rows(ranks: Collectives, block: RowBlock, numbers: Tensor) -> Tensor:
     places = (numbers >= 0).nonzero().squeeze(1)
     wanted, rows = numbers[places], block.rows
     requests = ranks.scatter_rows(wanted, wanted // max(1, block.per_rank))
-    pieces = ranks.exchange_rows(
-        lambda: [rows[each - block.first] for each in requests.pieces],
-        list(map(len, requests.pieces)),
-        requests.counts,
+    received = ranks.exchange_rows(
+        lambda: rows[requests.rows - block.first],
+        requests.incoming_counts,
+        requests.outgoing_counts,
         requests.max_count,
         rows[:0],
     )
     found = rows.new_zeros(len(numbers), *rows.shape[1:])
-    found[places[requests.order]] = concat(pieces)
+    found[places[requests.order]] = received
     return found
-
-
-def flatten_columns(tensor: Tensor, stored: StoredTensor) -> Tensor:
-    return tensor.flatten(0, 1)[: stored.rows].clone() if stored.has_columns else tensor
 
 
 def _local_rows(ranks: Collectives, rows: int) -> Tensor:
@@ -208,12 +205,9 @@ def reassign_ids(
     used, _, sightings, times, seeds = block.numbers
     now = int(times.max())
     entries = _exchange_entries(ranks, layout, block, now)
-    error: Exception | None = None
-    try:
+    with Caught() as caught:
         entries = _evict_overflow(entries, layout, options)
-    except InputError as raised:
-        error = raised
-    counts = ranks.check(error, len(entries))
+    counts = ranks.check(caught.error, len(entries))
     candidates = _exchange_candidates(ranks, layout, block)
     candidates = candidates[max(0, len(candidates) - options.candidates) :]
     total = int(sightings.sum()) * options.rows // layout.rows
@@ -226,7 +220,7 @@ def reassign_ids(
     shared = torch.arange(options.shared) * num_columns + ranks.rank % num_columns
     free = _assign_free_rows(ranks, layout, used, counts)
     seed = (ranks.rank << RANK_SHIFT) + int((seeds % (1 << RANK_SHIFT)).max())
-    return ReassignedIds(saved, now, seed, concat([shared, rows, free]))
+    return ReassignedIds(saved, now, seed, cat([shared, rows, free]))
 
 
 def _exchange_entries(
@@ -240,7 +234,7 @@ def _exchange_entries(
     ids, counts, seen = block.rows[in_use].unbind(1)
     seen = now - (times[column[in_use]] - seen)  # the same age as on its rank
     entries = stack([ids, counts, seen, numbers[in_use]]).t().contiguous()
-    return concat(ranks.scatter_rows(entries, hash_owner(ids, ranks.world_size)).pieces)
+    return ranks.scatter_rows(entries, hash_owner(ids, ranks.world_size)).rows
 
 
 def _evict_overflow(entries: Tensor, layout: VocabularyLayout, options: Options) -> Tensor:
@@ -276,7 +270,7 @@ def _exchange_candidates(
     ids, counts = block.candidates[is_one].unbind(1)
     order = num_later[is_one] * num_columns + num_columns - 1 - column[is_one]
     entries = stack([ids, counts, order]).t().contiguous()
-    found = concat(ranks.scatter_rows(entries, hash_owner(ids, ranks.world_size)).pieces)
+    found = ranks.scatter_rows(entries, hash_owner(ids, ranks.world_size)).rows
     return found[found[:, 2].argsort(descending=True), :2]
 
 
@@ -347,18 +341,11 @@ class RowRemap(NamedTuple):
 
 
 class ModelVocabulary:
-    """A vocabulary of a model.
-
-    Attributes:
-        collectives: the ranks that share it; this process alone for an ordinary one.
-        rows: in all.
-        local: the vocabulary of this rank.
-        keys: of its tensors in the state dict of the model.
-    """
+    """A vocabulary of a model: an ordinary one is that of this process alone."""
 
     def __init__(self, name: str, module: LocalVocabulary | Vocabulary) -> None:
         self.name: str = name
-        self.rows: int = module.rows
+        self.rows: int = module.rows  # in all
         if isinstance(module, Vocabulary):
             self.collectives: Collectives = module.collectives
             self.local: LocalVocabulary = module.local
@@ -366,11 +353,7 @@ class ModelVocabulary:
             self.collectives = Collectives(None)
             self.local = module
         prefix = join_key(name, "local." if self.local is not module else "")
-        self.keys: set[str] = {prefix + field for field in saving.NAMES}
-
-    @property
-    def attached(self) -> Sequence[Attached]:
-        return self.local.attached
+        self.keys: set[str] = {prefix + field for field in saving.NAMES}  # in the state dict
 
     def layout(self, tables: dict[str, int | None]) -> VocabularyLayout:
         options, world_size = self.local.options, self.collectives.world_size
@@ -416,13 +399,7 @@ def find_vocabularies(model: nn.Module) -> dict[str, ModelVocabulary]:
 
 
 class VocabularyReader:
-    """Reads a vocabulary from a checkpoint.
-
-    Attributes:
-        entries: buffers to load into, before ``reassign`` is called.
-        found: the vocabulary that was read.
-        remaps: for each table how its rows follow; empty if all rows stay on their ranks.
-    """
+    """Reads a vocabulary from a checkpoint, into ``entries`` first; ``reassign`` follows."""
 
     def __init__(
         self,
@@ -445,7 +422,7 @@ class VocabularyReader:
                 tensor = stored[key]._replace(num_columns=num_columns)
                 self.entries[key] = self._target(field, tensor)
         self.found: tuple[IdTableSnapshot, int, int] | None = None
-        self.remaps: dict[str, RowRemap] = {}
+        self.remaps: dict[str, RowRemap] = {}  # of each table, unless all rows stay on their ranks
 
     def _target(self, field: str, stored: StoredTensor) -> Any:
         if self.is_resharded and field != "numbers":
@@ -465,9 +442,8 @@ class VocabularyReader:
         paddings: Mapping[str, int | None],
     ) -> None:
         """Assign ids to their new owners. Collective: if one rank fails, all raise."""
-        error: Exception | None = None
         ids = self._reassigned() if self.is_resharded else None
-        try:
+        with Caught() as caught:
             if ids is None:
                 self.found = self._read_same_ranks()
             else:
@@ -479,9 +455,7 @@ class VocabularyReader:
                     values = drawn(rows, inits.get(name, nn.init.normal_), ids.seed)
                     remap = RowRemap(ids.source, self._ranks.world_size, values, paddings.get(name))
                     self.remaps[name] = remap
-        except Exception as raised:
-            error = raised
-        self._ranks.check(error)
+        self._ranks.check(caught.error)
 
     def state_dict(self) -> dict[str, Tensor]:
         assert self.found is not None

@@ -1,18 +1,16 @@
 """The Triton engine: on a GPU, kernels that are printed from the formula.
 
 The formula is traced (``rules/trace.py``) and printed as a kernel (``codegen.py``).
-A step sorts the positions, stably, and launches: a kernel that sums long runs in blocks, where
-there can be any, and one that sums each run in order and lets the rule update the row. Nothing is
-added atomically, so the bits are the same in every run. The host waits once, for whether all
-positions are slots; with ``capturable`` it does not, and the kernels look for themselves.
+A step sorts the indices, stably. One kernel sums long runs in blocks, if there can be any; the next
+sums each run in order and applies the rule. There are no atomic additions, so the bits are the same
+in every run. The host waits once, to check the indices; with ``capturable``, kernels check them.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,69 +18,52 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from sparsestep._torch import assert_async, cat, stack
+from sparsestep._torch import assert_async, cat
 from sparsestep.engines.base import ParamUpdate
 from sparsestep.engines.triton.codegen import KernelSpec, load_kernel
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad, index_error
 from sparsestep.rules.trace import trace
 
-# Columns that a program sees at most: of rows that may be cut, and of those that may not.
+# Columns per program: of rows that may be split, and of those that may not.
 _COLUMNS = 1024
 _ROW = 16384
-_ELEMENTS = 1024  # of a program, where rows are shorter
-_ENTRIES = 256  # of a program: they wait for the longest run among them
+_ELEMENTS = 1024  # per program, if rows are shorter
+_ENTRIES = 256  # per program: all wait for the longest run among them
 _RUN = 64  # as in kernels.py
 
 
 def check_available() -> None:
-    """Refuse the engine where there is no Triton."""
+    """Raise InputError if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         requirement = "engine='triton' needs Triton"
         remedy = "pip install 'sparsestep[triton]', or use engine='auto'"
         raise InputError(message(requirement, "an installation without it", remedy))
 
 
-def is_interpreted() -> bool:
-    """Whether kernels run on the CPU, in Triton's interpreter."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
 @dataclass(slots=True)
 class KernelLaunch:
-    """One update, as kernels are given it.
-
-    Attributes:
-        update: the update.
-        numbers: the constants of its traced formula.
-        form: of its kernel.
-        indexed: its gradient.
-        entries: how many.
-        positions: sorted; ``None`` where every slot comes once, in order.
-        order: of the entries; ``None`` where they are sorted already, and no slot comes twice.
-        ok: where not 0, all positions of the step are slots; ``None`` where the host has looked.
-        blocks: for the sums of long runs.
-    """
+    """One update: the arguments of its kernels."""
 
     update: ParamUpdate
-    numbers: list[float]
+    numbers: list[float]  # constants of the traced formula
     form: KernelSpec
     indexed: IndexedGrad
     entries: int
-    positions: Tensor | None = None
-    order: Tensor | None = None
-    ok: Tensor | None = None
-    blocks: Tensor | None = None
+    positions: Tensor | None = None  # sorted; None: every slot once, in order
+    order: Tensor | None = None  # of the entries; None: sorted already, without duplicates
+    ok: Tensor | None = None  # not 0 if all indices of the step are valid; None: already checked
+    blocks: Tensor | None = None  # for the sums of long runs
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """The dtype of the computation."""
         tensors = (*self.update.targets, self.indexed.values)
         in_double = any(tensor.dtype == torch.float64 for tensor in tensors)
         return torch.float64 if in_double else torch.float32
 
     def sort(self) -> None:
-        """Bring equal positions together, in order of appearance."""
+        """Sort the indices, equal ones in order of appearance."""
         positions = self.indexed.indices
         if positions is None or positions is self.indexed.value_index:  # a mask's, if not None
             self.positions = positions
@@ -92,22 +73,16 @@ class KernelLaunch:
             count, block = self.entries // _RUN + 1, self.indexed.slot_size
             self.blocks = self.indexed.values.new_empty(count, block, dtype=self.dtype)
 
-    def bounds(self) -> list[Tensor]:
-        """The smallest and the largest position."""
-        return [self._sorted[:1], self._sorted[-1:]]
-
-    def is_inside(self) -> Tensor:
-        """Whether all positions are slots, as a tensor, which the host does not look at."""
-        return (self._sorted[0] >= 0) & (self._sorted[-1] < self.indexed.num_slots)
-
-    @property
-    def _sorted(self) -> Tensor:
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest index, each as a tensor of one element."""
         assert self.positions is not None
-        return self.positions
+        return self.positions[:1], self.positions[-1:]
 
     def run(self, *, warm_up: bool = False) -> None:
-        """Launch its kernels, or have them compiled."""
+        """Launch the kernels, or only compile them."""
         import triton.language as tl
+
+        from sparsestep.engines.triton.kernels import block_sums
 
         indexed, settings = self.indexed, self.update.settings
         rows, block, warps = tile_shape(self.form, indexed)
@@ -123,20 +98,17 @@ class KernelLaunch:
         gradient = (indexed.values, self.positions, self.order, indexed.value_index, indexed.scale)
         if self.blocks is not None:
             steps = self.entries.bit_length() + 1
-            _call(_block_sums(), grid, (*gradient, self.blocks, self.entries, steps), how, warm_up)
+            _call(block_sums, grid, (*gradient, self.blocks, self.entries, steps), how, warm_up)
         held = None if indexed.element_mask is None else indexed.element_mask.view(torch.uint8)
         given = (*self.update.targets, *gradient, held, self.blocks, self.ok, self.entries)
-        numbers = (
-            _signed(self.update.seed or 0),
-            settings.coupled_decay,
-            settings.decay_factor,
-            *self.numbers,
-        )
+        seed = self.update.seed or 0
+        seed -= seed >> 63 << 64  # as a signed integer
+        numbers = (seed, settings.coupled_decay, settings.decay_factor, *self.numbers)
         _call(load_kernel(self.form), grid, (*given, *numbers), how, warm_up)
 
 
 def tile_shape(form: KernelSpec, indexed: IndexedGrad) -> tuple[int, int, int]:
-    """Entries and columns that a program sees, and its warps."""
+    """Entries, columns and warps per program."""
     columns = form.width if form.by_row else min(form.width, _COLUMNS)
     most = _ELEMENTS if indexed.indices is None else _ENTRIES
     rows = min(max(1, _ELEMENTS // columns), most)
@@ -144,28 +116,26 @@ def tile_shape(form: KernelSpec, indexed: IndexedGrad) -> tuple[int, int, int]:
 
 
 class TritonEngine:
-    """The updates of one step that are printed kernels."""
+    """The updates of one step that printed kernels run."""
 
     def __init__(self) -> None:
         self._launches: list[KernelLaunch] = []
 
     def claim(self, update: ParamUpdate) -> bool:
-        """Take an update; raises where there is no kernel for it."""
+        """Claim an update; raises if there is no kernel for it."""
         why = _obstacle(update)
         if why is not None:
             raise update.error(why)
         settings, indexed = update.settings, update.indexed
         try:
             program = trace(settings.rule, update.step, settings.hyperparams, allow_float64=True)
-        except Exception as error:  # whatever a formula does that a tracer cannot
+        except Exception as error:  # a formula may do anything with its symbolic arguments
             requirement = "engine='triton' needs a formula that can be recorded"
             got = f"rule {settings.rule.name!r}: {error}"
             raise update.error(message(requirement, got, "Use engine='auto'")) from None
         if indexed.indices is None and not settings.rule.needs_whole_rows:
-            size = indexed.values.numel()
-            indexed = indexed._replace(
-                values=indexed.values.reshape(-1), num_slots=size, slot_size=1
-            )
+            flat = indexed.values.reshape(-1)
+            indexed = indexed._replace(values=flat, num_slots=flat.numel(), slot_size=1)
         indexed = indexed.with_value_rows()._replace(values=indexed.values.contiguous())
         form = KernelSpec(
             program.inputs,
@@ -187,57 +157,55 @@ class TritonEngine:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Sort positions, see that all are slots, and have the kernels compiled."""
+        """Sort and check the indices, and compile the kernels."""
+        captured: list[Tensor] = []  # whether the indices of a launch are valid
+        by_device: dict[torch.device, list[KernelLaunch]] = {}
         for launch in self._launches:
             launch.sort()
-        self._check_indices(launch for launch in self._launches if not _is_captured(launch))
-        captured = [x for x in self._launches if x.order is not None and _is_captured(x)]
+            if launch.order is None:
+                continue
+            if launch.update.group.get("capturable"):
+                low, high = launch.bounds()
+                captured.append((low >= 0) & (high < launch.indexed.num_slots))
+            else:
+                by_device.setdefault(launch.order.device, []).append(launch)
+        for launches in by_device.values():
+            bounds = cat([bound for launch in launches for bound in launch.bounds()])
+            found = bounds.cpu().tolist()  # here the host waits
+            for launch, least, most in zip(launches, found[::2], found[1::2], strict=True):
+                slots = launch.indexed.num_slots
+                if least < 0 or most >= slots:
+                    raise launch.update.error(index_error(least if least < 0 else most, slots))
         if captured:
-            ok = stack([launch.is_inside() for launch in captured]).all()
+            ok = cat(captured).all()
             assert_async(ok, "an index of a gradient is out of range: nothing is updated")
             for launch in self._launches:
                 launch.ok = ok.to(torch.int32)
         for launch in self._launches:
             launch.run(warm_up=True)
 
-    @staticmethod
-    def _check_indices(launches: Iterable[KernelLaunch]) -> None:
-        """Wait for the smallest and the largest positions, all at once; refuse what is no slot."""
-        by_device: dict[torch.device, list[KernelLaunch]] = {}
-        for launch in launches:
-            if launch.order is not None:
-                by_device.setdefault(launch.order.device, []).append(launch)
-        for some in by_device.values():
-            bounds = cat([bound for launch in some for bound in launch.bounds()])
-            found = bounds.cpu().tolist()  # here the host waits
-            for launch, low, high in zip(some, found[::2], found[1::2], strict=True):
-                slots = launch.indexed.num_slots
-                if low < 0 or high >= slots:
-                    raise launch.update.error(index_error(low if low < 0 else high, slots))
-
     @torch.no_grad()
     def commit(self) -> None:
-        """Launch."""
+        """Launch the kernels."""
         for launch in self._launches:
             launch.run()
             increment_version([t for t in launch.update.targets if not t.is_inference()])
 
 
-def _is_captured(launch: KernelLaunch) -> bool:
-    return bool(launch.update.group.get("capturable"))
-
-
 def _obstacle(update: ParamUpdate) -> str | None:
-    """Why there can be no kernel for it."""
+    """Why there can be no kernel for an update."""
     tensors = update.targets
     param = tensors[0]
-    if param.is_cpu and not is_interpreted():
+    if param.is_cpu and os.environ.get("TRITON_INTERPRET", "0") != "1":
         requirement = "engine='triton' needs parameters on a GPU"
         remedy = "Use engine='auto', or set TRITON_INTERPRET=1 to run kernels on the CPU"
         return message(requirement, "one on the CPU", remedy)
     if any(tensor.dtype is torch.int8 for tensor in tensors):
         requirement = "engine='triton' needs state of a float dtype"
         return message(requirement, "torch.int8", "Use engine='auto', or another state_dtype")
+    if update.settings.constraint is not None:
+        requirement = "engine='triton' does not support max_norm and normalize"
+        return message(requirement, "one of them", "Use engine='auto'")
     if not all(tensor.is_contiguous() for tensor in tensors):
         requirement = "engine='triton' needs contiguous parameters and state"
         got = f"shape {tuple(param.shape)} with strides {param.stride()}"
@@ -248,26 +216,10 @@ def _obstacle(update: ParamUpdate) -> str | None:
 def _call(
     kernel: Any, grid: tuple[int, int], given: tuple[Any, ...], how: dict[str, Any], warm_up: bool
 ) -> None:
-    with _device_guard(given[0].device):
+    device = given[0].device
+    guard = nullcontext if device.type == "cpu" else torch.get_device_module(device).device
+    with guard(device):  # Triton launches on the current one
         if warm_up:
             kernel.warmup(*given, grid=grid, **how)
         else:
             kernel[grid](*given, **how)
-
-
-def _device_guard(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the device that is the current one."""
-    if device.type == "cpu":
-        return nullcontext()
-    there: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
-    return there
-
-
-def _block_sums() -> Any:
-    from sparsestep.engines.triton.kernels import block_sums
-
-    return block_sums
-
-
-def _signed(seed: int) -> int:
-    return seed - (1 << 64) if seed >> 63 else seed

@@ -1,7 +1,7 @@
-"""A traced formula as the source of a Triton kernel: sums a run of entries and applies the rule.
+"""Prints a traced formula as a Triton kernel that sums runs of entries and applies the rule.
 
-What is printed is short and meant to be read (``printed``): loads, one line for each operation of
-the program, stores. What all kernels share is in ``triton_kernels``.
+The source is short and meant to be read: loads, one line for each operation of the program, stores.
+``kernels.py`` has the functions that it calls.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
-from sparsestep.rules.trace import (
-    ROW_REDUCTIONS,
-    ConstantRef,
-    Operation,
-    values_in,
-)
+from sparsestep.rules.trace import ROW_REDUCTIONS, ConstantRef, Operation, values_in
 
 _GOLDEN = 0x9E3779B97F4A7C15  # as in rounding.py
 _LANES = 16  # in which the core sums a row
@@ -27,62 +23,39 @@ _LANES = 16  # in which the core sums a row
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What decides about the code of a kernel; everything else is an argument of it.
+    """The structure of a kernel; everything else is an argument of it."""
 
-    Attributes:
-        inputs: names of the parameter, its gradient and its state.
-        operations: of the formula.
-        results: places of the new parameter and state.
-        negates: whether the gradient's sign is turned.
-        adds_decay: whether a part of the parameter is added to the gradient.
-        shrinks: whether the parameter is multiplied before the rule.
-        at_random: whether half precision is rounded by random bits.
-        width: how many columns a program sees.
-    """
-
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # names of the parameter, its gradient and its state
     operations: tuple[Operation, ...]
-    results: tuple[int, ...]
-    negates: bool = False
-    adds_decay: bool = False
-    shrinks: bool = False
-    at_random: bool = False
-    width: int = 64
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers of the program the kernel takes."""
-        return sum(
-            isinstance(a, ConstantRef) for operation in self.operations for a in operation.arguments
-        )
+    results: tuple[int, ...]  # places of the new parameter and state
+    negates: bool = False  # the gradient
+    adds_decay: bool = False  # to the gradient
+    shrinks: bool = False  # the parameter, before the rule
+    at_random: bool = False  # rounds half precision stochastically
+    width: int = 64  # columns per program
 
     @property
     def by_row(self) -> bool:
-        """Whether a program has to see whole rows."""
+        """Whether a program needs whole rows."""
         return any(operation.per_row for operation in self.operations)
 
 
 @lru_cache(maxsize=256)
 def load_kernel(form: KernelSpec) -> Any:
-    """The kernel, for Triton to compile where it is launched.
-
-    The text is kept for Triton, which asks for it; it is in no file.
-    """
-    from sparsestep.engines.triton import kernels as triton_kernels
+    """Return the kernel, which Triton compiles when it is launched."""
+    from sparsestep.engines.triton import kernels
 
     text = generate_source(form)
     name = f"<sparsestep kernel {sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for Triton
     module = ModuleType("sparsestep_kernel")
-    module.__dict__.update(
-        {k: v for k, v in vars(triton_kernels).items() if not k.startswith("__")}
-    )
-    exec(compile(text, name, "exec"), module.__dict__)
-    return module.__dict__["step"]
+    vars(module).update({k: v for k, v in vars(kernels).items() if not k.startswith("__")})
+    exec(compile(text, name, "exec"), vars(module))
+    return vars(module)["step"]
 
 
 def generate_source(form: KernelSpec) -> str:
-    """The source of a kernel.
+    """Return the source of a kernel.
 
     Example:
         >>> from sparsestep.rules.rule import Rule
@@ -141,7 +114,7 @@ _EXPRESSIONS: Mapping[str, str] = {
 
 
 def _float64_values(operations: Sequence[Operation]) -> list[bool]:
-    """Which values are computed in float64, whatever the others are: from "wide" up to "narrow"."""
+    """Which values are float64 in any kernel: from "wide" up to "narrow"."""
     found: list[bool] = []
     for name, arguments, _ in operations:
         among = any(found[place] for place in values_in(arguments))
@@ -160,12 +133,14 @@ def _emit_expression(operation: Operation, is_wide: bool) -> str:
 
 def _signature(form: KernelSpec) -> list[str]:
     written = [place for place in range(len(form.inputs)) if place != 1]
-    numbers = ["l2", "shrink", *(f"n{place}" for place in range(form.numbers))]
+    used = chain.from_iterable(operation.arguments for operation in form.operations)
+    constants = sum(isinstance(argument, ConstantRef) for argument in used)
+    numbers = ["l2", "shrink", *(f"n{place}" for place in range(constants))]
     arguments = [
         *(f"at{place}" for place in written),
         *("values", "positions", "order", "source", "scale", "held", "blocks", "ok"),
         *("n: tl.int64", "seed: tl.int64"),
-        # A launch passes a number of Python's as float32, unless it is told otherwise.
+        # Without a type, a launch passes a Python number as float32.
         *(f"{name}: tl.float64" for name in numbers),
         *(f"{name}: tl.constexpr" for name in ("T", "C", "ROWS", "BLOCK")),
     ]
@@ -183,7 +158,7 @@ def _signature(form: KernelSpec) -> list[str]:
 
 
 def _pointer(form: KernelSpec, place: int) -> tuple[str, str, str]:
-    """Where the numbers of an input lie, which of them there are, and which may move."""
+    """An input's address, its mask for loads, and its mask for stores."""
     if form.operations[place].per_row:
         return f"at{place} + row", "in_rows", "in_rows"
     return f"at{place} + cell", "inside", "moved"
@@ -214,20 +189,17 @@ def _emit_stores(form: KernelSpec) -> Iterator[str]:
     written = [place for place in range(len(form.inputs)) if place != 1]
     for count, (place, result) in enumerate(zip(written, form.results, strict=True)):
         pointer, _, moved = _pointer(form, place)
-        dtype = f"at{place}.dtype.element_ty"
-        value = f"rounded(v{result}, {dtype})"
+        bits = ""
         if form.at_random:
             element = pointer.split(" + ")[1]
             key = (count + 1) * _GOLDEN & 0xFFFFFFFFFFFFFFFF
-            value = f"rounded_at_random(v{result}, {dtype}, seed, {key:#x}, {element})"
+            bits = f", random_bits(seed, {key:#x}, {element})"
+        value = f"rounded(v{result}, at{place}.dtype.element_ty{bits})"
         yield f"    tl.store({pointer}, {value}, mask={moved})"
 
 
 def _emit_row_sum(form: KernelSpec) -> Iterator[str]:
-    """The sum of a row in the order in which the core has it: the last bits depend on it.
-
-    Sixteen lanes go over the row, then halves of them are added. What is not there is zero.
-    """
+    """The sum of a row in the core's order: sixteen lanes, then halves of them."""
     if not any(operation.name in ROW_REDUCTIONS for operation in form.operations):
         return
     yield "@triton.jit"

@@ -1,11 +1,8 @@
-"""What all printed kernels share: where rows lie, how a run is summed, how bits are rounded.
+"""Functions of all printed kernels: addresses of rows, sums of runs, rounding.
 
-Operations are spelled such that every GPU rounds them alike: a division and a root are those that
-are rounded to nearest, no product is fused with a sum (``enable_fp_fusion=False`` at each launch),
-and conversions to half precision are done on the bits, as ``native/kernels/rows.h`` does them.
-
-Imported where there is Triton, and not before there is something to launch. Under
-``TRITON_INTERPRET=1`` the same code runs on the CPU.
+Every GPU computes the same bits: divisions and roots are correctly rounded, no product is fused
+with a sum (``enable_fp_fusion=False`` at each launch), and conversions to half precision work on
+the bits, as in ``native/kernels/rows.h``. With ``TRITON_INTERPRET=1`` this code runs on the CPU.
 """
 
 from __future__ import annotations
@@ -14,18 +11,17 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-# Entries of a run that are summed one after the other; of a longer one, so many at once beforehand.
-RUN = tl.constexpr(64)
-# The interpreter has no library of the device.
+RUN = tl.constexpr(64)  # entries that are summed one by one; ``block_sums`` sums longer runs
+# The interpreter has no libdevice.
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
-# Where entries lie. Positions are in ascending order, equal ones in order of appearance.
+# Entries. Positions are in ascending order, equal ones in order of appearance.
 
 
 @triton.jit
 def placed(positions, ok, n, ROWS: tl.constexpr):
-    """The entries of a program, their slots, and which of them are the first of their slot."""
+    """The entries of a program, their slots, and whether each is the first of its slot."""
     entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = entry < n
     slot = entry
@@ -39,7 +35,7 @@ def placed(positions, ok, n, ROWS: tl.constexpr):
 
 @triton.jit
 def goes_on(positions, entry, slot, there, n):
-    """Whether an entry, which may be none any more, has the slot too."""
+    """Whether an entry exists and has the slot."""
     there &= entry < n
     return there & (tl.load(positions + entry, mask=there, other=-1) == slot)
 
@@ -48,7 +44,7 @@ def goes_on(positions, entry, slot, there, n):
 def row_of(
     values, order, source, scale, entry, there, column, inside, T: tl.constexpr, C: tl.constexpr
 ):
-    """The rows of some entries, scaled; a product is rounded as if it had been written out."""
+    """The rows of some entries, scaled; a product is rounded to the dtype of the values."""
     if order is not None:
         entry = tl.load(order + entry, mask=there, other=0)
     row = entry
@@ -63,7 +59,7 @@ def row_of(
 
 @triton.jit
 def held_of(held, order, source, entry, first, column, inside, C: tl.constexpr):
-    """Which elements of a slot are touched."""
+    """The element mask of a slot."""
     if order is not None:
         entry = tl.load(order + entry, mask=first, other=0)
     if source is not None:
@@ -129,10 +125,9 @@ def block_sums(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of runs longer than ``RUN``: the sum of each further ``RUN`` entries.
+    """The sum of each further ``RUN`` entries of longer runs, at the first entry's number / RUN.
 
-    It is kept at the number of the first of them by ``RUN``, which no others have: two such entries
-    are at least ``RUN`` apart.
+    That is unique: two such entries are at least ``RUN`` apart.
     """
     entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slot = tl.load(positions + entry, mask=entry < n, other=-1)
@@ -163,7 +158,7 @@ def block_sums(
 
 @triton.jit
 def number(value, T: tl.constexpr):
-    """A number of the program, in the dtype that it is computed in."""
+    """A constant of the program, in the dtype of the computation."""
     return tl.full([1, 1], value, T)
 
 
@@ -227,26 +222,39 @@ def largest(a, inside):
     return tl.reduce(tl.where(inside, a, float("-inf")), 1, larger, keep_dims=True)
 
 
-# Rounding to what a tensor holds
+# Rounding to a tensor's dtype
 
 
 @triton.jit
-def rounded(a, to: tl.constexpr):
-    """To nearest."""
+def rounded(a, to: tl.constexpr, bits=None):
+    """To nearest, or half precision up or down by random bits."""
     if to == tl.bfloat16:
         word = a.to(tl.float32).to(tl.uint32, bitcast=True)
-        half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+        if bits is None:
+            half = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+        else:
+            half = (word + (bits & 0xFFFF)) >> 16
         half = tl.where(a != a, 0x7FC0, half)
         return half.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     elif to == tl.float16:
         word = a.to(tl.float32).to(tl.uint32, bitcast=True)
         magnitude = word & 0x7FFFFFFF
-        normal = (magnitude - (112 << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13
-        # Adding 0.5 lets the adder round at half's last place.
-        added = magnitude.to(tl.float32, bitcast=True) + 0.5
-        subnormal = added.to(tl.uint32, bitcast=True) - 0x3F000000
-        half = tl.where(magnitude < (113 << 23), subnormal, normal)
-        half = tl.where(magnitude >= 0x477FF000, 0x7C00, half)
+        is_subnormal = magnitude < (113 << 23)
+        if bits is None:
+            normal = (magnitude - (112 << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13
+            # Adding 0.5 lets the adder round at half's last place.
+            added = magnitude.to(tl.float32, bitcast=True) + 0.5
+            subnormal = added.to(tl.uint32, bitcast=True) - 0x3F000000
+            half = tl.where(is_subnormal, subnormal, normal)
+            half = tl.where(magnitude >= 0x477FF000, 0x7C00, half)
+        else:
+            chance = bits & 0x1FFF
+            normal = (magnitude - (112 << 23) + chance) >> 13
+            # Subnormal results are multiples of 2^-24; larger values are not converted.
+            few = tl.where(is_subnormal, magnitude, 0).to(tl.float32, bitcast=True)
+            places = few * 16777216.0 + chance.to(tl.float32) * (1.0 / 8192.0)
+            half = tl.where(is_subnormal, places.to(tl.int32).to(tl.uint32), normal)
+            half = tl.where((magnitude >= 0x47800000) | (half > 0x7C00), 0x7C00, half)
         half = tl.where(magnitude > 0x7F800000, 0x7E00, half)
         return (half | ((word >> 16) & 0x8000)).to(tl.uint16).to(tl.float16, bitcast=True)
     else:
@@ -254,32 +262,7 @@ def rounded(a, to: tl.constexpr):
 
 
 @triton.jit
-def rounded_at_random(a, to: tl.constexpr, seed, TENSOR: tl.constexpr, element):
-    """Up or down by random bits, which seed, tensor and element determine."""
-    if to == tl.bfloat16:
-        word = a.to(tl.float32).to(tl.uint32, bitcast=True)
-        half = (word + (_random_bits(seed, TENSOR, element) & 0xFFFF)) >> 16
-        half = tl.where(a != a, 0x7FC0, half)
-        return half.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    elif to == tl.float16:
-        word = a.to(tl.float32).to(tl.uint32, bitcast=True)
-        magnitude = word & 0x7FFFFFFF
-        chance = _random_bits(seed, TENSOR, element) & 0x1FFF
-        normal = (magnitude - (112 << 23) + chance) >> 13
-        # Subnormal results are multiples of 2^-24; what is larger is cut off before converting.
-        is_few = magnitude < (113 << 23)
-        few = tl.where(is_few, magnitude, 0).to(tl.float32, bitcast=True)
-        places = few * 16777216.0 + chance.to(tl.float32) * (1.0 / 8192.0)
-        half = tl.where(is_few, places.to(tl.int32).to(tl.uint32), normal)
-        half = tl.where((magnitude >= 0x47800000) | (half > 0x7C00), 0x7C00, half)
-        half = tl.where(magnitude > 0x7F800000, 0x7E00, half)
-        return (half | ((word >> 16) & 0x8000)).to(tl.uint16).to(tl.float16, bitcast=True)
-    else:
-        return a.to(to)
-
-
-@triton.jit
-def _random_bits(seed, TENSOR: tl.constexpr, element):
+def random_bits(seed, TENSOR: tl.constexpr, element):
     """As in ``rounding.py`` and ``native/kernels/rows.h``."""
     key = seed.to(tl.uint64) + TENSOR
     key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9

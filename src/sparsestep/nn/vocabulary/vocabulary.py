@@ -3,77 +3,100 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from sparsestep._process import fork_safe_lock, uninterrupted
-from sparsestep.errors import InputError, memory_errors, message
-from sparsestep.memory.mapped_file import RowWrites
-from sparsestep.memory.tensors import INTEGER_DTYPES
+from sparsestep.errors import InputError, memory_errors, message, usable
+from sparsestep.memory import tensors as parameters
+from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files, written
 from sparsestep.nn.grow import (
     AnyOptimizer,
     Init,
     Table,
     do_nothing,
+    drawn,
+    ours,
     prepare_grow,
     restoring_rng,
     weight_of,
 )
 from sparsestep.nn.interop import excluded_from_compile
 from sparsestep.nn.vocabulary import id_table as saving
-from sparsestep.nn.vocabulary.attach import Attached
 from sparsestep.nn.vocabulary.id_table import Evict, IdTable, IdTableSnapshot, Options
+from sparsestep.optim.optimizer import RuleOptimizer
 
 
-def hash_strings(strings: Iterable[str]) -> Tensor:
-    """Hash strings to ids, the same in every process and on every machine.
+class Attached:
+    """A table whose rows a vocabulary assigns; ``is_part`` if it is a shard."""
 
-    An id is the BLAKE2b hash (digest size 8) of the string in UTF-8, as a little-endian signed
-    64-bit integer. Among 100 million different strings, the chance that two share an id is one in
-    3,700.
+    def __init__(
+        self,
+        table: Table,
+        optimizers: tuple[Any, ...],
+        init: Init | None,
+        *,
+        is_part: bool = False,
+    ) -> None:
+        who = "Vocabulary.attach"
+        weight = weight_of(who, table, is_part=is_part)
+        self.table = table
+        self._is_part = is_part
+        self.optimizers: list[RuleOptimizer] = ours(who, weight, optimizers)
+        self.init: Init = nn.init.normal_ if init is None else init
+        with usable(f"{who}: init must fill a tensor of rows in place"):
+            self._new_values(weight, 1, 0)
 
-    Args:
-        strings: the strings.
+    def check(self, rows: int, shared: int) -> None:
+        """Raise unless the table fits a vocabulary of so many rows, some of them shared by ids."""
+        have, padding = self.table.num_embeddings, self.table.padding_idx
+        if have < rows:
+            requirement = f"Vocabulary.attach: a table must have a row for each of {rows}"
+            raise InputError(message(requirement, f"{have} rows"))
+        if padding is not None and shared <= padding < rows:
+            requirement = f"Vocabulary.attach: padding_idx must be one of the {shared} shared rows"
+            remedy = "Use padding_idx=0, and ids without a row of their own count as padding"
+            raise InputError(message(requirement, padding, remedy))
 
-    Returns:
-        An int64 tensor with an id for each string.
+    def progress(self) -> list[tuple[int, int]]:
+        """Changes with every step of every optimizer."""
+        return [(each.iterations, each.updates) for each in self.optimizers]
 
-    Raises:
-        InputError: ``strings`` is not a list of strings, or one of them has no UTF-8 form, as with
-            a lone surrogate.
+    def prepare(self, rows: Tensor, seed: int, writes: RowWrites) -> Callable[[], None]:
+        """Add the reset of rows and their state to ``writes``: everything that can raise.
 
-    Example:
-        >>> import sparsestep
-        >>> sparsestep.nn.hash_strings(["red", "green", "red"])
-        tensor([-6681078847286810355, -1701537906916135348, -6681078847286810355])
-    """
-    requirement = "hash_strings: strings must be a list of str"
-    given: Any = strings
-    if isinstance(given, str):
-        raise InputError(message(requirement, f"a single string, {given!r}"))
-    if not isinstance(given, Iterable):
-        raise InputError(message(requirement, f"{given!r}, a {type(given).__name__}"))
-    found = []
-    for index, each in enumerate(given):
-        if not isinstance(each, str):
-            got = f"a {type(each).__name__} at index {index}"
-            raise InputError(message(requirement, got))
-        try:
-            encoded = each.encode()
-        except UnicodeEncodeError as error:
-            requirement = "hash_strings: strings must have a UTF-8 form"
-            got = f"{each!r} at index {index} ({error.reason})"
-            remedy = "For bytes decoded with errors='surrogateescape', use errors='replace'"
-            raise InputError(message(requirement, got, remedy)) from None
-        digest = blake2b(encoded, digest_size=8).digest()
-        found.append(int.from_bytes(digest, "little", signed=True))
-    return torch.tensor(found, dtype=torch.int64)
+        Without rows, table and optimizers are checked. Returns what to call after the commit.
+        """
+        weight = weight_of("Vocabulary", self.table, is_part=self._is_part)
+        memory = parameters.memory_of(weight)
+        parameters.check_writable("the weight of a table", memory)
+        for optimizer in self.optimizers:
+            optimizer.prepare_forget(weight, rows, writes, is_overwritten=True)
+        if not rows.numel():
+            return do_nothing
+        if mapped_files:
+            about_to_write(weight, (), rows)
+        writes.add(memory.detach(), rows, self._new_values(weight, rows.numel(), seed))
+        return partial(self._note_written, weight)
+
+    def _new_values(self, weight: Tensor, count: int, seed: int) -> Tensor:
+        values = torch.empty(count, *weight.shape[1:], dtype=weight.dtype, device="cpu")
+        return drawn(values, self.init, seed)
+
+    def _note_written(self, weight: Tensor) -> None:
+        increment_version([weight])
+        for optimizer in self.optimizers:
+            deferred = optimizer.deferred.get(id(weight))
+            if deferred is not None:
+                deferred.note_write(parameters.memory_of(weight))
+        if mapped_files:
+            written([weight])
 
 
 Agree: TypeAlias = Callable[[Exception | None], object]
@@ -182,7 +205,7 @@ class Vocabulary(nn.Module):
         """A plain embedding with the rows that are in use, and the row of each id.
 
         Args:
-            table: what this vocabulary gives rows of.
+            table: a table of this vocabulary.
 
         Returns:
             A copy, ``torch.nn.Embedding``, and a dict; ids that are not in it have row 0 (with
@@ -207,7 +230,7 @@ class Vocabulary(nn.Module):
         Counts are added up. No id loses its row, so there must be enough free rows.
 
         Args:
-            other: which stays as it is.
+            other: the other vocabulary; it is not changed.
 
         Returns:
             For each row in use there, the row of its id here; so
@@ -248,14 +271,14 @@ class Vocabulary(nn.Module):
         """The row of each id.
 
         Args:
-            ids: integers of any value and shape, on any device; ``hash_strings`` makes them of
-                strings.
+            ids: integers of any value and shape, on any device; for strings, see
+                ``hash_strings``.
 
         Returns:
             Rows, int64, in the shape of the ids and on their device.
 
         Raises:
-            InputError: these are no ids, or an attached table or optimizer cannot work with its
+            InputError: the ids are not integers, or an attached table or optimizer does not fit its
                 rows.
 
         Whatever it raises, also ``MemoryError``, ``KeyboardInterrupt`` and what ``init`` raises:
@@ -459,7 +482,7 @@ class Vocabulary(nn.Module):
 
 def flat_ids(ids: Any) -> Tensor:
     """Return ids as int64 of one dim on the CPU. Raises if they are not integers."""
-    if not isinstance(ids, Tensor) or ids.dtype not in INTEGER_DTYPES:
+    if not isinstance(ids, Tensor) or ids.dtype not in parameters.INTEGER_DTYPES:
         got = f"{ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         remedy = "sparsestep.nn.hash_strings makes ids of strings"
         requirement = "Vocabulary: ids must be integers, in a tensor"

@@ -29,10 +29,10 @@ from sparsestep.optim.optimizer import RuleOptimizer
 from tests.optim.own_rules import seeded, through_a_file
 from tests.subject import refused
 from tests.table import (
-    EVERY,
     STATEFUL,
     Variant,
     same_bits,
+    sm3_by_rows,
     state_tensors,
     steps_of,
 )
@@ -41,8 +41,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
 ]
-OF_TORCH = [v for v in STATEFUL if hasattr(torch.optim, v.cls.__name__)]
-each_of_torch = pytest.mark.parametrize("variant", OF_TORCH, ids=str)
 
 
 def table_of(dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -61,84 +59,76 @@ def train(param: nn.Parameter, opt: Any, steps: range, sparse: bool = True) -> N
 # To torch's classes and back
 
 
-@each_of_torch
-def test_a_live_state_dict_of_torch_is_not_shared(variant: Variant):
-    """Loading copies: both may go on from there without disturbing each other."""
+@pytest.mark.parametrize(
+    "variant", [v for v in STATEFUL if hasattr(torch.optim, v.cls.__name__)], ids=str
+)
+def test_checkpoints_go_to_torch_and_back(variant: Variant):
+    """Loading copies: both go on without disturbing each other, with the same numbers."""
     sparse = variant.cls is sparsestep.SparseAdam
-    theirs, ours = table_of(), table_of()
-    their_opt = getattr(torch.optim, variant.cls.__name__)([theirs], lr=0.1, **variant.options)
-    train(theirs, their_opt, range(3), sparse)
-    ours.data.copy_(theirs.data)
-    our_opt = variant([ours], lr=0.5)
-    our_opt.load_state_dict(their_opt.state_dict())
-    assert our_opt.param_groups[0]["lr"] == 0.1
-    train(ours, our_opt, range(3, 9), sparse)
-    train(theirs, their_opt, range(3, 9), sparse)
-    assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    torchs = getattr(torch.optim, variant.cls.__name__)
+    first, ours, last = (table_of() for _ in range(3))
+    theirs = torchs([first], lr=0.1, **variant.options)
+    train(first, theirs, range(3), sparse)
+    ours.data.copy_(first.data)
+    opt = variant([ours], lr=0.5)
+    opt.load_state_dict(theirs.state_dict())
+    assert opt.param_groups[0]["lr"] == 0.1
+    for param, each in ((ours, opt), (first, theirs)):
+        train(param, each, range(3, 6), sparse)
+    assert torch.allclose(ours, first, rtol=1e-6, atol=1e-7)
+    train(ours, opt, range(6, 8))
+    if not sparse:
+        opt.param_groups[0]["foreach"] = False  # torch's kernel, with its bits
+    last.data.copy_(ours.data)
+    back = torchs([last], lr=0.5, **variant.options)
+    back.load_state_dict(through_a_file(opt.state_dict()))
+    for param, each in ((ours, opt), (last, back)):
+        train(param, each, range(8, 11), sparse)
+    assert torch.allclose(ours, last, rtol=1e-6, atol=1e-7)
+    assert sparse or same_bits(ours, last)
 
 
-@each_of_torch
-def test_torch_goes_on_from_our_checkpoint(variant: Variant):
-    """From sparse and from dense steps of ours to dense steps of torch's, and the numbers agree."""
-    sparse = variant.cls is sparsestep.SparseAdam
-    first, second = table_of(), table_of()
-    kernel = {} if sparse else {"foreach": False}
-    opt = variant([first], lr=0.1, **kernel)
-    train(first, opt, range(2))
-    train(first, opt, range(2, 5), sparse)
-    second.data.copy_(first.data)
-    theirs = getattr(torch.optim, variant.cls.__name__)([second], lr=0.5, **variant.options)
-    theirs.load_state_dict(through_a_file(opt.state_dict()))
-    train(first, opt, range(5, 9), sparse)
-    train(second, theirs, range(5, 9), sparse)
-    assert torch.allclose(first, second, rtol=1e-6, atol=1e-7)
-    assert sparse or same_bits(first, second)
-
-
-@pytest.mark.parametrize("module", [sparsestep, torch.optim])
-def test_moments_of_half_precision_params_are_float32(module: Any):
+def test_moments_of_half_precision_params_are_float32():
     """From a checkpoint of torch's, whose are not, as well."""
-    param = table_of(torch.bfloat16)
-    opt = module.SparseAdam([param], lr=0.1)
-    train(param, opt, range(2))
-    again = sparsestep.SparseAdam([param], lr=0.1)
-    again.load_state_dict(opt.state_dict())
-    assert {value.dtype for value in state_tensors(again)} == {torch.float32}
-    for name in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(again.state[param][name], opt.state[param][name].float())
-    assert steps_of(again, param) == 2
-    train(param, again, range(2, 4))
+    for module in (sparsestep, torch.optim):
+        param = table_of(torch.bfloat16)
+        opt = module.SparseAdam([param], lr=0.1)
+        train(param, opt, range(2))
+        again = sparsestep.SparseAdam([param], lr=0.1)
+        again.load_state_dict(opt.state_dict())
+        assert {value.dtype for value in state_tensors(again)} == {torch.float32}
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(again.state[param][name], opt.state[param][name].float())
+        assert steps_of(again, param) == 2
 
 
 # Which checkpoints without state a class loads, and why it refuses others.
-@pytest.mark.parametrize(
-    ("saves", "loads", "refusal"),
-    [
-        *((cls.__name__, cls.__name__, "") for cls in OPTIMIZERS),
-        ("Adam", "AdamW", ""),
-        ("RAdam", "SparseAdam", ""),
-        ("Lion", "Adam", ""),  # it has fewer options, as checkpoints of old releases have
-        ("AdamW", "SparseAdam", "it may only set"),  # it has a weight decay
-        ("SGD", "Adam", "its options must be"),
-        ("Adagrad", "RowwiseAdagrad", "must have shape"),  # it has state before the first step
-    ],
-)
-def test_a_fresh_checkpoint_of_another_class(saves: str, loads: str, refusal: str):
-    for module in (sparsestep, torch.optim):
-        if not hasattr(module, saves):
-            continue
-        saving = getattr(module, saves)([nn.Parameter(torch.ones(4, 2))], lr=0.7)
-        saved = copy.deepcopy(saving.state_dict())
-        opt = getattr(sparsestep, loads)([nn.Parameter(torch.ones(4, 2))], lr=0.1)
-        if not refusal:
+FRESH = [
+    *((cls.__name__, cls.__name__, "") for cls in OPTIMIZERS),
+    ("RAdam", "SparseAdam", ""),
+    ("Lion", "Adam", ""),  # it has fewer options, as checkpoints of old releases have
+    ("AdamW", "SparseAdam", "it may only set"),  # it has a weight decay
+    ("SGD", "Adam", "its options must be"),
+    ("Adagrad", "RowwiseAdagrad", "must have shape"),  # it has state before the first step
+]
+
+
+def test_a_fresh_checkpoint_of_another_class():
+    for saves, loads, refusal in FRESH:
+        for module in (sparsestep, torch.optim):
+            if not hasattr(module, saves):
+                continue
+            saving = getattr(module, saves)([nn.Parameter(torch.ones(4, 2))], lr=0.7)
+            saved = copy.deepcopy(saving.state_dict())
+            opt = getattr(sparsestep, loads)([nn.Parameter(torch.ones(4, 2))], lr=0.1)
+            if refusal:
+                with refused(opt, match=f"^{loads}: .*{refusal}"):
+                    opt.load_state_dict(saved)
+                continue
             opt.load_state_dict(saved)
             opt.param_groups[0]["params"][0].grad = torch.eye(4)[:, :2].to_sparse(1)
             opt.step()
             assert opt.param_groups[0]["lr"] == 0.7
-        else:
-            with pytest.raises(InputError, match=f"^{loads}: .*{refusal}"):
-                opt.load_state_dict(saved)
-            assert opt.param_groups[0]["lr"] == 0.1
 
 
 def test_options_that_a_checkpoint_does_not_have_keep_their_values():
@@ -150,9 +140,6 @@ def test_options_that_a_checkpoint_does_not_have_keep_their_values():
             del saved["param_groups"][0][name]
             opt.load_state_dict(saved)
             assert opt.param_groups[0][name] == opt.defaults[name]
-
-
-# Hooks
 
 
 def test_hooks_see_and_may_change_what_is_loaded():
@@ -174,11 +161,6 @@ def test_hooks_see_and_may_change_what_is_loaded():
     assert opt.state[param]["exp_avg"].dtype == torch.float64
     assert seen[0]["amsgrad"] is False
     assert seen[0]["state_dtype"] == torch.float64
-
-
-def test_what_a_hook_makes_of_it_is_what_must_fit():
-    opt, _ = trained()
-    saved = copy.deepcopy(trained()[0].state_dict())
     opt.register_load_state_dict_pre_hook(lambda _, saved: {"state": saved["state"]})
     with refused(opt, match="param_groups"):
         opt.load_state_dict(saved)
@@ -260,15 +242,14 @@ BAD: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_a_checkpoint_that_does_not_fit_changes_nothing(bad: str):
-    change, words = BAD[bad]
-    opt, other = trained()[0], trained()[0]
-    other.param_groups[0]["lr"] = 0.7
-    saved = change(copy.deepcopy(other.state_dict()))
-    error = ValueError if bad in ("one group", "two params") else InputError  # torch's own
-    with refused(opt, error=error, match=words):
-        opt.load_state_dict(saved)
+def test_a_checkpoint_that_does_not_fit_changes_nothing():
+    for bad, (change, words) in BAD.items():
+        opt, other = trained()[0], trained()[0]
+        other.param_groups[0]["lr"] = 0.7
+        saved = change(copy.deepcopy(other.state_dict()))
+        error = ValueError if bad in ("one group", "two params") else InputError  # torch's own
+        with refused(opt, error=error, match=words, note=bad):
+            opt.load_state_dict(saved)
 
 
 def test_deferred_rows_catch_up_before_a_checkpoint_is_loaded():
@@ -285,20 +266,20 @@ def test_deferred_rows_catch_up_before_a_checkpoint_is_loaded():
     assert same_bits(params[0], theirs[0])
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "other memory"])
-def test_parameters_that_were_loaded_before_stand(in_place: bool):
+def test_parameters_that_were_loaded_before_stand():
     """Of a model that is not tracked: old updates must not be applied to loaded weights."""
-    opt, params = trained()
-    saved = copy.deepcopy(trained()[0].state_dict())
-    loaded = torch.ones(5, 3)
-    if in_place:
-        with torch.no_grad():
-            params[0].copy_(loaded)
-    else:
-        params[0].data = loaded.clone()
-    opt.load_state_dict(saved)
-    opt.catch_up()
-    assert same_bits(params[0], loaded)
+    for in_place in (True, False):
+        opt, params = trained()
+        saved = copy.deepcopy(trained()[0].state_dict())
+        loaded = torch.ones(5, 3)
+        if in_place:
+            with torch.no_grad():
+                params[0].copy_(loaded)
+        else:
+            params[0].data = loaded.clone()
+        opt.load_state_dict(saved)
+        opt.catch_up()
+        assert same_bits(params[0], loaded)
 
 
 def test_counts_where_nothing_is_counted():
@@ -337,78 +318,51 @@ def train_model(model: Model, opt: RuleOptimizer, steps: range, table: str = "us
         opt.step()
 
 
-def save_and_load(
-    path: Path, model: Model, opt: RuleOptimizer, other: Model, fresh: RuleOptimizer, flat: bool
-) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    names = ("model", "optim")
-    saved = dict(zip(names, get_state_dict(model, opt, options=options), strict=True))
-    checkpoint.save(saved, checkpoint_id=path)
-    template = dict(zip(names, get_state_dict(other, fresh, options=options), strict=True))
-    checkpoint.load(template, checkpoint_id=path)
-    set_state_dict(
-        other,
-        fresh,
-        model_state_dict=template["model"],
-        optim_state_dict=template["optim"],
-        options=options,
-    )
-
-
-def tensors_of(model: Model, opt: RuleOptimizer) -> dict[str, Tensor]:
+def tensors_of(model: Model, opt: RuleOptimizer) -> list[Tensor]:
     """But for what is frozen, whose state torch does not load."""
-    found: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    for name, param in list(found.items()):
-        for key, value in opt.state.get(param, {}).items():
-            found[f"{name}.{key}"] = torch.as_tensor(value)
-    return found
+    params = [param for param in model.parameters() if param.requires_grad]
+    state = (opt.state.get(param, {}) for param in params)
+    found = [torch.as_tensor(value) for each in state for _, value in sorted(each.items())]
+    return [*(param.detach() for param in params), *found]
 
 
-def assert_alike(one: tuple[Model, RuleOptimizer], other: tuple[Model, RuleOptimizer]) -> None:
-    ours, theirs = tensors_of(*one), tensors_of(*other)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert same_bits(ours[name], theirs[name]), name
-
-
-@pytest.mark.parametrize(("steps", "flat"), [(0, True), (3, False)], ids=["0-flat", "3-nested"])
-def test_the_loaded_optimizer_goes_on(steps: int, flat: bool, tmp_path: Path):
-    """Before its first step, or with a table that no step has touched yet."""
-    for variant in EVERY:
-        if variant.options.get("dampening"):
-            continue  # it takes a missing buffer for a first step; torch makes one
-        pairs = []
-        for _ in range(3):
-            model = Model()
-            pairs.append((model, variant(model.parameters(), lr=0.1)))
-        saved, loaded, never = pairs
-        train_model(*saved, range(steps))
-        train_model(*never, range(steps))
-        save_and_load(tmp_path / str(variant), *saved, *loaded, flat)
-        assert_alike(loaded, saved)
-        for each in pairs:
-            train_model(*each, range(steps, steps + 2))
-            train_model(*each, range(steps, steps + 2), table="unused")
-        assert_alike(loaded, saved)
-        assert_alike(never, saved)
+SAVED = [
+    Variant(sparsestep.Adam, {"amsgrad": True}),
+    Variant(sparsestep.SGD, {"momentum": 0.9, "semantics": "dense"}),
+    Variant(sparsestep.SGD, {}),
+    Variant(sparsestep.Adagrad, {"initial_accumulator_value": 0.25}),
+    Variant(sparsestep.RowwiseAdam, {"bias_correction": "per_row"}),
+    Variant(sm3_by_rows, {}),
+]
 
 
 @pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
-def test_with_dense_semantics_and_groups_that_keep_nothing(tmp_path: Path):
-    pairs = []
-    for _ in range(2):
-        model = Model()
-        groups = [
-            {"params": model.used.parameters(), "momentum": 0.9},
-            {"params": [*model.unused.parameters(), *model.layer.parameters(), model.frozen]},
-        ]
-        pairs.append((model, sparsestep.SGD(groups, lr=0.1, semantics="dense")))
-    train_model(*pairs[0], range(3))
-    save_and_load(tmp_path / "checkpoint", *pairs[0], *pairs[1], flat=False)
-    for model, opt in pairs:
-        train_model(model, opt, range(3, 6))
-        opt.catch_up()
-    assert_alike(*pairs)
+@pytest.mark.parametrize(("steps", "flat"), [(0, True), (3, False)], ids=["0-flat", "3-nested"])
+def test_the_loaded_optimizer_goes_on(steps: int, flat: bool, tmp_path: Path):
+    """Before its first step, or with a table that no step has touched yet."""
+    options, names = StateDictOptions(flatten_optimizer_state_dict=flat), ("model", "optim")
+    for variant in SAVED:
+        models = [Model() for _ in range(3)]
+        pairs = [(model, variant(model.parameters(), lr=0.1)) for model in models]
+        saved, loaded, never = pairs
+        train_model(*saved, range(steps))
+        train_model(*never, range(steps))
+        path = tmp_path / str(variant)
+        state = get_state_dict(*saved, options=options)
+        checkpoint.save(dict(zip(names, state, strict=True)), checkpoint_id=path)
+        template = dict(zip(names, get_state_dict(*loaded, options=options), strict=True))
+        checkpoint.load(template, checkpoint_id=path)
+        given = {f"{name}_state_dict": value for name, value in template.items()}
+        set_state_dict(*loaded, **given, options=options)
+        for train_more in (False, True):
+            for each in pairs if train_more else ():
+                train_model(*each, range(steps, steps + 2))
+                train_model(*each, range(steps, steps + 2), table="unused")
+            for _, opt in pairs:
+                opt.catch_up()
+            for other in (loaded, never)[: 1 + train_more]:
+                pair = zip(tensors_of(*other), tensors_of(*saved), strict=True)
+                assert all(same_bits(*each) for each in pair), variant
 
 
 def test_state_that_a_checkpoint_asks_for_is_made():
@@ -421,22 +375,12 @@ def test_state_that_a_checkpoint_asks_for_is_made():
     assert opt.state
     assert not opt.state[model.frozen]
     assert opt.state[model.unused.weight].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    stateless = sparsestep.SGD(model.parameters())
-    assert not stateless.state
-    assert len(stateless.state) == 0
-
-
-def test_copies_of_the_state_are_plain_and_those_of_the_optimizer_are_not():
-    model = Model()
-    opt = sparsestep.Adam(model.parameters())
-    train_model(model, opt, range(1))
-    pickled = pickle.loads(pickle.dumps(opt.state))
-    for plain in (copy.copy(opt.state), opt.state.copy(), pickled):
+    for plain in (copy.copy(opt.state), opt.state.copy(), pickle.loads(pickle.dumps(opt.state))):
         assert type(plain) is defaultdict
-        assert len(plain) == 3
-        assert plain[model.frozen] == {}
     opt.load_state_dict(opt.state_dict())
+    opt.state.clear()
     for each in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt)), opt):
-        assert len(each.state) == 3
+        assert len(each.state) == 0
         _init_optim_state(each)
         assert len(each.state) == 5
+    assert not sparsestep.SGD(model.parameters()).state

@@ -1,0 +1,112 @@
+// Messages to and from all processes. A message is the sections of one process after another, then
+// a gap for the sender's status. Outside of messages, each section is one array over all processes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace sparsestep {
+
+struct Section {
+    char* data;
+    int64_t bytes;
+};
+
+// The bytes of every section, for each process: [world, sections].
+struct SectionSizes {
+    const int64_t* data;
+    int64_t world, sections;
+
+    int64_t at(int64_t process, int64_t section) const {
+        return data[process * sections + section];
+    }
+    // The sum over all processes; -1 where a size is no size.
+    int64_t total(int64_t section) const {
+        int64_t sum = 0;
+        for (int64_t process = 0; process < world; ++process) {
+            const int64_t size = at(process, section);
+            if (size < 0 || size > INT64_MAX - sum) return -1;
+            sum += size;
+        }
+        return sum;
+    }
+};
+
+// Which bytes of its sections each process gets. A section that is as long as all of its sizes
+// together is split; one that is as long as each goes to every process.
+class SectionSplit {
+public:
+    SectionSplit(const std::vector<Section>& sections, const SectionSizes& sizes)
+        : sections_(sections), sizes_(sizes), begins_(sections.size(), 0) {
+        for (int64_t s = 0; s < sizes.sections; ++s) {
+            const int64_t total = sizes.total(s), bytes = sections[size_t(s)].bytes;
+            is_whole_.push_back(total != bytes);
+            if (total < 0) is_valid_ = false;
+            if (total == bytes) continue;
+            for (int64_t p = 0; p < sizes.world; ++p) is_valid_ &= sizes.at(p, s) == bytes;
+        }
+    }
+
+    bool is_valid() const { return is_valid_; }
+
+    // Processes have to be visited in their order.
+    template <class Visit>
+    void for_each_section(int64_t process, const Visit& visit) {
+        for (size_t s = 0; s < sections_.size(); ++s) {
+            const int64_t size = sizes_.at(process, int64_t(s));
+            if (size) visit(s, sections_[s].data + begins_[s], size_t(size));
+            if (!is_whole_[s]) begins_[s] += size;
+        }
+    }
+
+private:
+    const std::vector<Section>& sections_;
+    const SectionSizes sizes_;
+    std::vector<int64_t> begins_;
+    std::vector<bool> is_whole_;
+    bool is_valid_ = true;
+};
+
+// Whether messages of these sizes fit a buffer; `own` has no sections in it.
+inline bool fits_buffer(const SectionSizes& sizes, int64_t own, int64_t gap, int64_t bytes) {
+    for (int64_t p = 0; p < sizes.world; ++p) {
+        for (int64_t s = 0; s < sizes.sections && p != own; ++s) {
+            bytes -= sizes.at(p, s);
+            if (bytes < 0) return false;
+        }
+        bytes -= gap;
+    }
+    return bytes >= 0;
+}
+
+inline void pack_messages(SectionSplit from, int64_t world, int64_t own, int64_t gap, char* to) {
+    for (int64_t p = 0; p < world; ++p, to += gap) {
+        from.for_each_section(p, [&](size_t, const char* data, size_t size) {
+            if (p == own) return;
+            std::memcpy(to, data, size);
+            to += size;
+        });
+    }
+}
+
+// The reverse. What a process sends itself is not in the buffer: it is copied from `mine`.
+inline void unpack_messages(const char* from, int64_t world, int64_t own, int64_t gap,
+                            SectionSplit to, SectionSplit mine) {
+    std::vector<const char*> kept;
+    for (int64_t p = 0; p <= own; ++p) {
+        mine.for_each_section(p, [&](size_t s, const char* data, size_t) {
+            if (p != own) return;
+            kept.resize(s + 1);
+            kept[s] = data;
+        });
+    }
+    for (int64_t p = 0; p < world; ++p, from += gap) {
+        to.for_each_section(p, [&](size_t s, char* data, size_t size) {
+            std::memcpy(data, p == own ? kept[s] : from, size);
+            if (p != own) from += size;
+        });
+    }
+}
+
+}  // namespace sparsestep

@@ -1,0 +1,206 @@
+// The elements of a tensor that a mask keeps, one after the other, as if they were a row; and where
+// their state is. Words of the mask without a bit cost one comparison, and memory there is not
+// read.
+//
+// Internal linkage throughout: see types.h.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include "core/types.h"
+#include "kernels/rows.h"
+
+namespace sparsestep {
+namespace {
+
+// How many elements a mask keeps before this one.
+inline int64_t rank_of(const PackedMask& mask, int64_t element) {
+    const int64_t word = element / 64;
+    int64_t rank = mask.ranks[word / rank_words];
+    for (int64_t w = word / rank_words * rank_words; w < word; ++w) {
+        rank += __builtin_popcountll(mask.words[w]);
+    }
+    const uint64_t before = (uint64_t(1) << (element % 64)) - 1;
+    return rank + __builtin_popcountll(mask.words[word] & before);
+}
+
+// Clears the lowest bits that are set.
+inline uint64_t without_lowest(uint64_t bits, int64_t count) {
+    for (; count > 0; --count) bits &= bits - 1;
+    return bits;
+}
+
+// A kept element: its rank, and its word without the bits before it.
+struct MaskCursor {
+    int64_t rank = -1, word = 0;
+    uint64_t bits = 0;
+
+    static MaskCursor at(const PackedMask& mask, int64_t rank) {
+        int64_t low = 0, high = (mask.numel + 64 * rank_words - 1) / (64 * rank_words);
+        while (high - low > 1) {
+            const int64_t middle = low + (high - low) / 2;
+            (mask.ranks[middle] <= rank ? low : high) = middle;
+        }
+        int64_t word = low * rank_words, left = rank - mask.ranks[low];
+        for (int64_t count; left >= (count = __builtin_popcountll(mask.words[word])); ++word) {
+            left -= count;
+        }
+        return {rank, word, without_lowest(mask.words[word], left)};
+    }
+};
+
+// Neighbors whose bits are looked at together.
+constexpr int64_t chunk_size = 16;
+
+// How many chunks ahead memory is asked for: gaps between chunks confuse the hardware.
+constexpr int64_t prefetch_chunks = 24;
+
+// Moves kept elements between a chunk and a tile.
+template <class Stored, class T>
+struct MaskedChunkCopy {
+    SPARSESTEP_INLINE static void load(const Stored* __restrict from, uint32_t bits,
+                                       T* __restrict tile) {
+        if (bits == 0xffffu) {
+            for (int j = 0; j < chunk_size; ++j) tile[j] = Convert<Stored, T>::load(from[j]);
+            return;
+        }
+        for (; bits; bits &= bits - 1)
+            *tile++ = Convert<Stored, T>::load(from[__builtin_ctz(bits)]);
+    }
+    SPARSESTEP_INLINE static void store(Stored* __restrict to, uint32_t bits,
+                                        const T* __restrict tile) {
+        if (bits == 0xffffu) {
+            for (int j = 0; j < chunk_size; ++j) to[j] = Convert<Stored, T>::store(tile[j]);
+            return;
+        }
+        for (; bits; bits &= bits - 1) to[__builtin_ctz(bits)] = Convert<Stored, T>::store(*tile++);
+    }
+};
+
+#if defined(__AVX512F__)
+template <>
+struct MaskedChunkCopy<float, float> {
+    SPARSESTEP_INLINE static void load(const float* from, uint32_t bits, float* tile) {
+        const __m512 found = _mm512_maskz_loadu_ps(__mmask16(bits), from);
+        _mm512_mask_storeu_ps(tile, lowest(bits), _mm512_maskz_compress_ps(__mmask16(bits), found));
+    }
+    SPARSESTEP_INLINE static void store(float* to, uint32_t bits, const float* tile) {
+        const __m512 found = _mm512_maskz_loadu_ps(lowest(bits), tile);
+        _mm512_mask_storeu_ps(to, __mmask16(bits), _mm512_maskz_expand_ps(__mmask16(bits), found));
+    }
+
+private:
+    static __mmask16 lowest(uint32_t bits) {
+        return __mmask16((1u << __builtin_popcount(bits)) - 1);
+    }
+};
+#endif
+
+// A row of kept elements, columns [first_column, last_column) of it, as tiles of T. Tiles are
+// loaded in order, so each begins where the last one ended.
+template <class T>
+struct MaskedRows {
+    static constexpr bool is_direct = false;
+    static constexpr int64_t fixed_columns = 0;
+    TensorView view;
+    PackedMask mask;
+    int64_t first_column;
+    bool stochastic_rounding;
+    Randomness random;
+
+    MaskedRows(const TensorView& view, const Job& job, const JobSlice& slice, int tensor)
+        : view(view),
+          mask(job.packed),
+          first_column(slice.first_column),
+          stochastic_rounding(job.stochastic_rounding),
+          random(job.seed, tensor) {}
+
+    __attribute__((noinline)) T* load(int64_t, int64_t offset, int64_t n, T* tile) const {
+        const int64_t rank = first_column + offset;
+        if (tile_rank_ != rank) {
+            if (next_.rank != rank) next_ = MaskCursor::at(mask, rank);
+            tile_rank_ = rank;
+            find_chunks(n);
+        }
+        with_dtype(view, [&](auto* data) {
+            using Stored = std::remove_pointer_t<decltype(data)>;
+            T* to = tile;
+            const int64_t count = count_;
+            for (int64_t i = 0; i < count; ++i) {
+                __builtin_prefetch(data + chunks_[i + prefetch_chunks], 0, 2);
+                MaskedChunkCopy<Stored, T>::load(data + chunks_[i], bits_[i], to);
+                to += __builtin_popcount(bits_[i]);
+            }
+        });
+        return tile;
+    }
+    // The tile that was loaded last.
+    __attribute__((noinline)) void store(int64_t, int64_t, int64_t, const T* tile) const {
+        with_dtype(view, [&](auto* data) {
+            using Stored = std::remove_pointer_t<decltype(data)>;
+            const T* from = tile;
+            const int64_t count = count_;
+            for (int64_t i = 0; i < count; ++i) {
+                if (stochastic_rounding) {
+                    store_at_random(data, chunks_[i], bits_[i], from);
+                } else {
+                    MaskedChunkCopy<Stored, T>::store(data + chunks_[i], bits_[i], from);
+                }
+                from += __builtin_popcount(bits_[i]);
+            }
+        });
+    }
+    SPARSESTEP_INLINE void prefetch(int64_t) const {}  // load() does
+
+private:
+    template <class Stored>
+    void store_at_random(Stored* to, int64_t chunk, uint32_t bits, const T* tile) const {
+        for (; bits; bits &= bits - 1) {
+            const int64_t element = chunk + __builtin_ctz(bits);
+            to[element] = Convert<Stored, T>::store(*tile++, random(element));
+        }
+    }
+
+    // Lists the chunks of the next n elements, and moves on. Without branches on single bits: where
+    // masks are random, no branch can be predicted.
+    void find_chunks(int64_t n) const {
+        MaskCursor at = next_;
+        int64_t found = 0;
+        for (int64_t left = n;;) {
+            const int64_t count = __builtin_popcountll(at.bits);
+            const uint64_t rest = count > left ? without_lowest(at.bits, left) : 0;
+            const uint64_t bits = at.bits & ~rest;
+            for (int64_t q = 0; q < 64; q += chunk_size) {
+                const uint16_t here = uint16_t(bits >> q);
+                chunks_[found] = at.word * 64 + q;
+                bits_[found] = here;
+                found += here != 0;
+            }
+            left -= count;
+            if (left <= 0) {
+                next_ = {next_.rank + n, at.word, rest};
+                break;
+            }
+            at.bits = mask.words[++at.word];
+        }
+        count_ = found;
+        const int64_t last = chunks_[found - 1];
+        for (int64_t i = 0; i < prefetch_chunks; ++i) chunks_[found + i] = last;
+    }
+
+    mutable MaskCursor next_;  // the element after the latest tile
+    mutable int64_t tile_rank_ = -1;
+    // The chunks of the latest tile: their first elements, and which ones are kept.
+    mutable int64_t count_ = 0;
+    mutable int64_t chunks_[tile_size + prefetch_chunks + 4];
+    mutable uint16_t bits_[tile_size + 4];
+};
+
+}  // namespace
+}  // namespace sparsestep

@@ -1,0 +1,1 @@
+"""What users asked for in public trackers, one test each; docs/asked.md has the answers."""

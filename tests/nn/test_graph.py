@@ -1,0 +1,467 @@
+"""Lookups in graphs of ``torch.compile``: one operation each, with eager's bits and gradients."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import sparsestep
+from sparsestep import InputError
+from sparsestep.grads.compact import CompactGrad
+from sparsestep.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, NgramEmbedding
+from tests.torch_versions import needs_lookups_in_graphs
+
+pytestmark = [
+    needs_lookups_in_graphs,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # by the compiler itself
+]
+
+ROWS, DIM = 20, 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def ids_of(*shape: int, seed: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.randint(ROWS, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class Model(nn.Module):
+    """Tables, and a layer over all that they find."""
+
+    def __init__(self, *tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(tables)
+        self.layer = nn.Linear(DIM, 3)
+
+    def forward(self, *arguments: Any) -> Tensor:
+        total = torch.zeros(())
+        for table in self.tables:
+            found = table(*arguments)
+            for rows in found if isinstance(found, list) else [found]:
+                total = total + self.layer(rows).square().sum()
+        return total
+
+
+def compiled(model: nn.Module, backend: str = "aot_eager", **options: Any) -> Any:
+    return torch.compile(model, backend=backend, fullgraph=True, **options)
+
+
+def model_of(*tables: Callable[[], nn.Module]) -> Model:
+    torch.manual_seed(0)
+    return Model(*[table() for table in tables])
+
+
+def dense(grad: Tensor | None) -> Tensor | None:
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad
+
+
+def grads_of(model: nn.Module, *others: Tensor) -> list[Any]:
+    """The gradients, which are forgotten then."""
+    params = [*model.parameters(), *others]
+    found = [dense(param.grad) for param in params]
+    for param in params:
+        param.grad = None
+    return found
+
+
+def equal(ours: list[Any], theirs: list[Any]) -> bool:
+    return all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def with_offsets(seed: int) -> tuple[Tensor, Tensor]:
+    return ids_of(9, seed=seed), torch.tensor([0, 3, 3, 7])
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]]] = {
+    "rows": (lambda: Embedding(ROWS, DIM), lambda seed: (ids_of(3, 5, seed=seed),)),
+    "rows, padding, by frequency": (
+        lambda: Embedding(ROWS, DIM, padding_idx=3, scale_grad_by_freq=True),
+        lambda seed: (ids_of(30, seed=seed, dtype=torch.int32),),
+    ),
+    **{
+        f"{mode}, padding": (
+            lambda mode=mode: EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=3),
+            lambda seed: (ids_of(6, 5, seed=seed),),
+        )
+        for mode in ("sum", "mean", "max")
+    },
+    **{
+        f"{mode}, offsets": (lambda mode=mode: EmbeddingBag(ROWS, DIM, mode=mode), with_offsets)
+        for mode in ("sum", "mean", "max")
+    },
+    "last offset": (
+        lambda: EmbeddingBag(ROWS, DIM, include_last_offset=True),
+        lambda seed: (ids_of(9, seed=seed), torch.tensor([0, 3, 9])),
+    ),
+    "collection": (
+        lambda: EmbeddingBagCollection([(ROWS, DIM), (30, DIM)]),
+        lambda seed: (ids_of(6, 2, 3, seed=seed),),
+    ),
+    "n-grams": (
+        lambda: NgramEmbedding(ROWS, DIM, orders=(2, 3), heads=2),
+        lambda seed: (ids_of(2, 5, seed=seed), ids_of(2, 5, seed=seed + 9) // 12),
+    ),
+    "fused": (
+        lambda: sparsestep.nn.fuse(nn.Embedding(ROWS, DIM)),
+        lambda seed: (ids_of(3, 5, seed=seed),),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_graph_with_eager_bits(case: str):
+    table, arguments = CASES[case]
+    model, counter = model_of(table), CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, backend=counter, fullgraph=True)
+    for seed in range(3):
+        losses = [each(*arguments(seed)) for each in (model, run)]
+        assert torch.equal(*losses)
+        results = []
+        for loss in losses:
+            loss.backward()
+            tables = model.tables.parameters()
+            assert all(isinstance(param.grad, CompactGrad) for param in tables)
+            results.append(grads_of(model))
+        assert equal(*results)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("case", CASES)
+def test_inductor_has_equal_gradients(case: str):
+    from torch._inductor.utils import run_and_get_code
+
+    table, arguments = CASES[case]
+    model = model_of(table)
+    losses, code = run_and_get_code(compiled(model, "inductor"), *arguments(0))
+    assert "sparsestep.embed" in "\n".join(code)
+    results = []
+    for loss in (losses, model(*arguments(0))):
+        loss.backward()
+        results.append(grads_of(model))
+    assert all(map(torch.allclose, *results))
+
+
+@pytest.mark.parametrize("case", ["rows", "sum, offsets", "n-grams"])
+def test_dynamic_shapes_are_one_graph(case: str):
+    table, _ = CASES[case]
+    model, counter = model_of(table), CompileCounterWithBackend("aot_eager")
+    run = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for length in (5, 8, 13):
+        arguments: tuple[Tensor, ...] = (ids_of(3, length),)
+        if case == "sum, offsets":
+            arguments = (ids_of(length), torch.arange(0, length, 2))
+        losses = [each(*arguments) for each in (model, run)]
+        results = []
+        for loss in losses:
+            loss.backward()
+            results.append(grads_of(model))
+        assert torch.equal(*losses)
+        assert equal(*results)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_per_sample(frozen: bool):
+    model = model_of(lambda: EmbeddingBag(ROWS, DIM, mode="sum"))
+    model.tables.requires_grad_(not frozen)
+    factors = torch.rand(4, 3, requires_grad=True)
+    results = []
+    for run in (model, compiled(model)):
+        run(ids_of(4, 3), None, factors).backward()
+        results.append(grads_of(model, factors))
+    assert equal(*results)
+    assert (results[0][0] is None) == frozen
+
+
+def twice(table: nn.Module) -> nn.Module:
+    """A model that looks up one table twice, in two modules that share the weight as well."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.other = table, Embedding(ROWS, DIM)
+            self.other.weight = table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            # Both gradients of the first two are ones: equal calls are still two.
+            return self.table(ids).sum() + self.table(ids).sum() + self.other(ids + 1).sum()
+
+    return Twice()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_lookups_of_one_weight_add_up(backend: str):
+    model = twice(Embedding(ROWS, DIM))
+    results = []
+    for run in (model, compiled(model, backend)):
+        run(ids_of(7) % 10).backward()
+        results.append(grads_of(model))
+    assert equal(*results)
+
+
+def test_accumulation_retained_graphs_and_partial_backwards():
+    model = model_of(lambda: Embedding(ROWS, DIM))
+    weight, layer = model.tables[0].weight, model.layer.weight
+    results = []
+    for run in (model, compiled(model)):
+        first, second = run(ids_of(7)), run(ids_of(7, seed=1))
+        first.backward(retain_graph=True)
+        torch.autograd.grad(first, [layer], retain_graph=True)  # of no use for the table
+        first.backward()
+        (alone,) = torch.autograd.grad(second, [weight], retain_graph=True)
+        second.backward(inputs=[layer])
+        results.append([*grads_of(model), dense(alone)])
+    assert equal(*results)
+
+
+def test_what_a_failed_backward_left_is_not_used():
+    model = model_of(lambda: Embedding(ROWS, DIM))
+    run = compiled(model)
+
+    def fail(weight: Tensor) -> None:
+        raise ValueError("hook")
+
+    handle = model.layer.weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ValueError, match="hook"):
+        run(ids_of(7)).backward()
+    handle.remove()
+    grads_of(model)
+    results = []
+    for each in (model, run):
+        each(ids_of(7)).backward()
+        results.append(grads_of(model))
+    assert equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "compile_all"), [(False, False), (True, False), (False, True)]
+)
+def test_checkpointing_counts_once(reentrant: bool, compile_all: bool):
+    model = model_of(lambda: Embedding(ROWS, DIM), lambda: EmbeddingBag(ROWS, DIM))
+    scale = torch.ones((), requires_grad=True)  # reentrant checkpoints need such an argument
+
+    def checkpointed(run: Any) -> Any:
+        return lambda ids: checkpoint(
+            lambda ids, scale: run(ids) * scale, ids, scale, use_reentrant=reentrant
+        )
+
+    runs = [checkpointed(model)]
+    if compile_all:
+        runs.append(torch.compile(checkpointed(model), backend="aot_eager", fullgraph=True))
+    else:
+        runs.append(checkpointed(compiled(model)))
+    results = []
+    for run in runs:
+        run(ids_of(4, 3)).backward()
+        results.append(grads_of(model, scale))
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_no_gradient_of_a_gradient(backend: str):
+    model = model_of(lambda: Embedding(ROWS, DIM))
+    loss = compiled(model, backend)(ids_of(7))
+
+    def differentiate_twice() -> None:
+        (grad,) = torch.autograd.grad(loss, [model.tables[0].weight], create_graph=True)
+        grad.backward(grad.detach())
+
+    with pytest.raises(RuntimeError, match=r"once_differentiable|double backward"):
+        differentiate_twice()
+
+
+def trained(run: Any, model: Model, opt: Any, clip: bool = False) -> list[Tensor]:
+    for seed in range(4):
+        opt.zero_grad()
+        run(ids_of(4, 3, seed=seed)).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+    opt.catch_up()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["clipped", "tracked", "step_in_backward"])
+def test_training_as_eager(how: str):
+    results = []
+    for is_compiled in (False, True):
+        model = model_of(lambda: Embedding(ROWS, DIM), lambda: EmbeddingBag(ROWS, DIM))
+        options = {"semantics": "dense"} if how == "tracked" else {}
+        opt = sparsestep.AdamW(model.parameters(), lr=0.1, **options)
+        if how == "tracked":
+            opt.track(model)
+        if how == "step_in_backward":
+            opt.step_in_backward()
+        run = compiled(model) if is_compiled else model
+        results.append(trained(run, model, opt, clip=how == "clipped"))
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("case", ["collection", "n-grams"])
+def test_rows_of_tracked_tables_catch_up(case: str):
+    table, arguments = CASES[case]
+    results = []
+    for is_compiled in (False, True):
+        model = model_of(table)
+        opt = sparsestep.AdamW(model.parameters(), lr=0.1, semantics="dense")
+        opt.track(model)
+        run, losses = (compiled(model) if is_compiled else model), []
+        for seed in range(4):
+            opt.zero_grad()
+            losses.append(run(*arguments(seed)))
+            losses[-1].backward()
+            opt.step()
+        results.append([loss.detach() for loss in losses])
+    assert equal(*results)
+
+
+def test_a_bad_id_raises_as_in_eager():
+    model = model_of(lambda: EmbeddingBagCollection([(ROWS, DIM), (30, DIM)]))
+    run, ids = compiled(model), ids_of(4, 2)
+    ids[2, 1] = 30
+    errors = []
+    for each in (model, run):
+        with pytest.raises(IndexError) as raised:
+            each(ids)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+    assert "position" in errors[0]
+    run(ids_of(4, 2)).backward()
+    with pytest.raises(InputError, match="tokens must be at least 0"):
+        compiled(model_of(lambda: NgramEmbedding(ROWS, DIM)))(torch.tensor([[1, -1, 2]]))
+
+
+def test_without_gradients():
+    model = model_of(lambda: Embedding(ROWS, DIM))
+    run, ids = compiled(model), ids_of(7)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(run(ids), model(ids))
+    model.tables.requires_grad_(False)
+    run(ids).backward()
+    assert model.tables[0].weight.grad is None
+    model.tables.requires_grad_(True)
+    run(ids).backward()
+    assert isinstance(model.tables[0].weight.grad, CompactGrad)
+
+
+def test_weights_that_change():
+    model = model_of(lambda: Embedding(ROWS, DIM))
+    run, ids, other = compiled(model), ids_of(7), model_of(lambda: Embedding(ROWS, DIM))
+
+    def check() -> None:
+        results = []
+        for each in (model, run):
+            loss = each(ids)
+            loss.backward()
+            results.append([loss.detach(), *grads_of(model)])
+        assert equal(*results)
+
+    check()
+    with torch.no_grad():
+        other.tables[0].weight.zero_()
+    model.load_state_dict(other.state_dict())
+    check()
+    model.load_state_dict(model_of(lambda: Embedding(ROWS, DIM)).state_dict(), assign=True)
+    check()
+    model.tables[0].weight = nn.Parameter(torch.ones(ROWS, DIM))
+    check()
+    sparsestep.nn.grow(model.tables[0], ROWS + 3)
+    check()
+    model.double()
+    check()
+
+
+def test_copies_and_what_is_kept():
+    model = model_of(lambda: Embedding(ROWS, DIM))
+    run, ids = compiled(model), ids_of(7)
+    run(ids).backward()
+    grads_of(model)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert made.tables[0].graph_anchor is None
+        results = []
+        for each in (model, compiled(made)):
+            loss = each(ids)
+            loss.backward()
+            results.append(grads_of(model if each is model else made))
+        assert equal(*results)
+    assert list(model.state_dict()) == ["tables.0.weight", "layer.weight", "layer.bias"]
+    weight, loss = weakref.ref(model.tables[0].weight), run(ids)
+    del model, run, made, each
+    loss.backward()  # the gradient of a model that is gone
+    del loss
+    torch.compiler.reset()
+    gc.collect()
+    assert weight() is None
+
+
+def test_what_stays_outside_of_graphs():
+    """Then eager code runs, with its gradients and its errors."""
+    table, ids = Embedding(ROWS, DIM, max_norm=1.0), ids_of(7)
+    run = torch.compile(lambda ids: table(ids).sum() * 2, backend="aot_eager")
+    run(ids).backward()
+    assert isinstance(table.weight.grad, CompactGrad)
+    with pytest.raises(InputError, match="int64 or int32"):
+        run(ids.float())
+    bags = EmbeddingBag(ROWS, DIM)
+    with pytest.raises(InputError, match="offsets"):
+        torch.compile(bags, backend="aot_eager")(ids)
+    rows = Embedding(ROWS, DIM)
+    mapped = torch.vmap(rows)
+    assert torch.equal(torch.compile(mapped, backend="aot_eager")(ids), rows(ids))
+
+
+def test_torch_finds_no_fault_with_the_operations():
+    model = model_of(
+        lambda: EmbeddingBagCollection(
+            [(ROWS, DIM), EmbeddingBag(ROWS, DIM, mode="max"), EmbeddingBag(ROWS, DIM, mode="sum")]
+        ),
+        lambda: NgramEmbedding(ROWS, DIM),
+    )
+    calls = []
+
+    def record(graph: Any, inputs: Any) -> Any:
+        class Recorder(torch.fx.Interpreter):
+            def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+                if "sparsestep" in str(target):
+                    calls.append((target, args))
+                return super().call_function(target, args, kwargs)
+
+        return lambda *given: Recorder(graph).run(*given)
+
+    collection, ngrams = model.tables
+    factors = torch.rand(5, 2, requires_grad=True)
+
+    def call(ids: Tensor) -> Any:
+        found = collection([ids, ids, ids], None, [None, None, factors])
+        return [*found, ngrams(ids)]
+
+    torch.compile(call, backend=record, fullgraph=True)(ids_of(5, 2))
+    assert len(calls) == 3
+    for target, args in calls:
+        operation = target if isinstance(target, torch._ops.OpOverload) else target.default
+        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        if "hash" in str(target):
+            tests = tests[:2]
+        found = torch.library.opcheck(operation, args, test_utils=tests)
+        assert set(found.values()) == {"SUCCESS"}
