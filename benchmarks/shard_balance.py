@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsestep.distributed._packing import split_by_owner, unique_ids
+from sparsestep.distributed.placement import split_by_owner, unique_ids
 
 
 def zipf(count: int, rows: int, draw: torch.Generator) -> Tensor:
@@ -40,7 +40,7 @@ def busiest(ranks: int, rows: int, ids_per_rank: int) -> dict[str, float]:
         ids = zipf(ids_per_rank, rows, draw)
         for name, some in (("distinct", unique_ids(ids, rows)[0]), ("all", ids)):
             counts = split_by_owner(some, None, ranks, torch.int64).ids_per_rank
-            asked[f"round-robin, {name}"] += torch.tensor(counts)
+            asked[f"round-robin, {name}"] += counts
             asked[f"blocks, {name}"] += torch.bincount(some // block, minlength=ranks)
     return {name: float(each.max() / each.double().mean()) for name, each in asked.items()}
 

@@ -28,14 +28,14 @@ class Line(NamedTuple):
         here: what the rank does that asks.
         sent: what goes over the network; it ends with an arrow to the right or the left.
         there: what the rank does that has the rows.
-        colour: of what is sent.
+        color: of what is sent.
     """
 
     when: str
     here: str
     sent: str
     there: str
-    colour: str = FAINT
+    color: str = FAINT
 
 
 LINES = [
@@ -89,12 +89,12 @@ def _draw_line(axes: Axes, place: float, line: Line) -> None:
     if line.sent:
         both = line.sent.startswith("◀") and line.sent.endswith("▶")
         style = "<->" if both else "<-" if line.sent.startswith("◀") else "->"
-        arrow = {"arrowstyle": style, "color": line.colour, "linewidth": 1.8}
+        arrow = {"arrowstyle": style, "color": line.color, "linewidth": 1.8}
         ends = (_LEFT + _WIDTH + 0.01, place + 0.14), (_RIGHT - 0.01, place + 0.14)
         axes.annotate("", ends[1], ends[0], arrowprops=arrow)
         middle = (ends[0][0] + ends[1][0]) / 2
         words = line.sent.strip("◀▶ ")
-        axes.text(middle, place - 0.08, words, fontsize=TEXT - 0.5, color=line.colour, ha="center")
+        axes.text(middle, place - 0.08, words, fontsize=TEXT - 0.5, color=line.color, ha="center")
 
 
 def _write(axes: Axes, place: float, words: str) -> None:

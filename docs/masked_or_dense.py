@@ -191,7 +191,7 @@ def _say(
     axes: Axes,
     place: tuple[float, float],
     words: str,
-    colour: str,
+    color: str,
     *,
     along: float = 0,
     lift: float = 0,
@@ -205,7 +205,7 @@ def _say(
         ha="right" if right else "left",
         va="center",
         fontsize=TEXT,
-        color=colour,
+        color=color,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
     )
 

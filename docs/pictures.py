@@ -147,9 +147,9 @@ def draw_losses(path: Path) -> None:
     axes.plot(steps, torchs, color=TORCH, linewidth=6, alpha=0.6)
     axes.plot(steps, ours, color=OURS, linewidth=2)
     labels = [("two optimizers, torch's", TORCH), ("one optimizer, sparsestep.AdamW", OURS)]
-    for row, (words, colour) in enumerate(labels):  # above the end of the curves, which fall
+    for row, (words, color) in enumerate(labels):  # above the end of the curves, which fall
         place = (0.98, 0.92 - 0.11 * row)
-        axes.text(*place, words, transform=axes.transAxes, ha="right", color=colour, fontsize=TEXT)
+        axes.text(*place, words, transform=axes.transAxes, ha="right", color=color, fontsize=TEXT)
     axes.set_xlabel("step", color=FAINT, fontsize=TEXT)
     save(axes, path)
 
@@ -173,9 +173,9 @@ def draw_formulas(path: Path, found: dict[str, Any]) -> None:
         ("native_ms", LIGHT, "sparsestep's own class"),
     )
     for row, each in enumerate(rules):
-        for place, (key, colour, words) in enumerate(kinds):
+        for place, (key, color, words) in enumerate(kinds):
             label = words if row == 0 else None
-            axes.barh(row + 0.27 * (place - 1), each[key], 0.23, color=colour, label=label)
+            axes.barh(row + 0.27 * (place - 1), each[key], 0.23, color=color, label=label)
         beside(axes, each["formula_ms"], row, f"{each['ahead_of_torch']:.1f}x")
     axes.set_yticks(range(len(rules)), [each["rule"] for each in rules])
     axes.set_ylim(len(rules) - 0.5, -1.9)  # room for the legend

@@ -50,9 +50,9 @@ def curves(axes: Axes, label: str, wide: list[float], narrow: list[float] | None
 
 
 def bars(axes: Axes, names: list[str], values: list[float], shown: str, *, faint: int = 0) -> None:
-    """Bars from top to bottom with their numbers, the last ones in a lighter colour."""
-    colours = [OURS] * (len(names) - faint) + [LIGHT] * faint
-    axes.barh(names, values, color=colours, height=0.62)
+    """Bars from top to bottom with their numbers, the last ones in a lighter color."""
+    colors = [OURS] * (len(names) - faint) + [LIGHT] * faint
+    axes.barh(names, values, color=colors, height=0.62)
     for place, value in enumerate(values):
         beside(axes, value, place, f"{value:{shown}}")
     axes.invert_yaxis()

@@ -40,7 +40,7 @@ class Batch:
         numbers: ``[examples, 13]``.
         ids: for each feature ``[examples, length of its lists]``.
         clicks: one where there was a click, else zero.
-        logits: those of the chance of a click; nobody who learns may see them.
+        logits: those of the chance of a click; models may not read them.
     """
 
     numbers: Tensor

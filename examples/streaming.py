@@ -28,7 +28,7 @@ ONCE = 0.02  # how many ids of a batch come once in a month
 POPULAR = 12  # one id in so many gets half of what is shown
 FEATURES = 2  # users and articles
 _MIX = -7046029254386353131
-_COLOURS = {"vocabulary": "#1f6fb4", "hashed": "#d1812f", "unlimited": "#6b6b6b"}
+_COLORS = {"vocabulary": "#1f6fb4", "hashed": "#d1812f", "unlimited": "#6b6b6b"}
 
 
 class Stream:
@@ -66,7 +66,7 @@ def hashed(numbers: Tensor) -> Tensor:
 
 
 def logits_of(ids: Tensor) -> Tensor:
-    """What nobody may see: every id has a hidden weight, which is a hash of it."""
+    """Hidden weights, one per id, which no model may read: a hash of the id."""
     weights = (hashed(ids ^ 0x5DEECE66D) >> 20 & 0xFFFF).float() / 2**15 - 1
     return 1.8 * weights.sum(dim=1) - 0.5
 
@@ -165,9 +165,9 @@ def draw(path: str, days: Sequence[Day]) -> None:
     figure = Figure(figsize=(5.6, 5.4), facecolor="white", layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     numbers = range(1, len(days) + 1)
-    for name, colour in _COLOURS.items():
-        upper.plot(numbers, [day.auc[name] for day in days], color=colour, label=name)
-        lower.plot(numbers, [day.used[name] for day in days], color=colour)
+    for name, color in _COLORS.items():
+        upper.plot(numbers, [day.auc[name] for day in days], color=color, label=name)
+        lower.plot(numbers, [day.used[name] for day in days], color=color)
     upper.set_ylabel("AUC of predictions before learning")
     lower.set_ylabel("rows in use")
     lower.set_xlabel("day")

@@ -2,19 +2,24 @@
 
 The example is run when its page is read, which is when the page or the example has changed. With
 ``:recorded:`` it is not: what it prints is in ``docs/gallery/recorded``, since it needs packages
-that the site is built without; ``make integrations`` compares the two.
+that the site is built without; ``make integrations`` compares the two. A link downloads the program
+and its output as a notebook, which is part of the page.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from notebooks import notebook
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -48,6 +53,7 @@ class Executed(SphinxDirective):
             block(f"$ {command}\n{printed.rstrip()}", "console"),
             nodes.rubric("", "The program"),
             block(source.read_text(), "python"),
+            download(f"{source.stem}.ipynb", notebook([name, *options], printed)),
         ]
 
     def printed(self, source: Path, options: list[str]) -> str:
@@ -63,6 +69,13 @@ class Executed(SphinxDirective):
         if done.returncode:
             raise self.error(f"{source.name} failed:\n{done.stdout}{done.stderr}")
         return done.stdout
+
+
+def download(name: str, content: dict[str, Any]) -> nodes.raw:
+    """A link to a notebook that is in the link itself."""
+    data = base64.b64encode(json.dumps(content).encode()).decode()
+    link = f'<a download="{name}" href="data:application/x-ipynb+json;base64,{data}">{name}</a>'
+    return nodes.raw("", f"<p>As a notebook: {link}</p>", format="html")
 
 
 def block(text: str, language: str) -> nodes.literal_block:

@@ -1,0 +1,73 @@
+"""What does a lookup cost in a graph of ``torch.compile``, against eager mode?
+
+A table of 1,000,000 x 64, fresh ids in every turn: 4,096 bags of 16 ids, 4,096 x 16 single rows,
+and 256 bags of 8 ids, where the fixed cost of a compiled call shows. Forward alone, without
+gradients, and forward with backward; compiled by ``aot_eager``, which runs the graph as it is, and
+by inductor.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparsestep
+from benchmarks.harness.race import add_rounds, medians
+from benchmarks.harness.workload import SETS
+
+ROWS, DIM = 1_000_000, 64
+CASES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, int]]] = {
+    "bags": (lambda: sparsestep.nn.EmbeddingBag(ROWS, DIM, mode="sum"), (4_096, 16)),
+    "rows": (lambda: sparsestep.nn.Embedding(ROWS, DIM), (4_096, 16)),
+    "few bags": (lambda: sparsestep.nn.EmbeddingBag(ROWS, DIM, mode="sum"), (256, 8)),
+}
+
+
+class Lookup:
+    """One contestant: the module, or what a compiler made of it."""
+
+    def __init__(self, table: Any, run: Any, sets: Sequence[Tensor], *, backward: bool) -> None:
+        self._table, self._run, self._sets = table, run, sets
+        self._grad = torch.ones_like(table(sets[0]).detach()) if backward else None
+        self._ids = sets[0]
+
+    def before(self, number: int, /) -> None:
+        """Choose the ids."""
+        self._ids = self._sets[number]
+        self._table.weight.grad = None
+
+    def step(self) -> None:
+        """Look up, and go back."""
+        with torch.set_grad_enabled(self._grad is not None):
+            found = self._run(self._ids)
+        if self._grad is not None:
+            found.backward(self._grad)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_rounds(parser, 40)
+    options = parser.parse_args(arguments)
+    print(f"{ROWS:,} x {DIM}, {torch.get_num_threads()} threads")
+    generator = torch.Generator().manual_seed(0)
+    for name, (make, shape) in CASES.items():
+        torch.compiler.reset()  # all tables have the same code, which is compiled eight times
+        table = make()
+        sets = [torch.randint(ROWS, shape, generator=generator) for _ in range(SETS)]
+        runs: list[Any] = [table]
+        for backend in ("aot_eager", "inductor"):
+            runs.append(torch.compile(table, backend=backend, fullgraph=True))
+        for backward in (False, True):
+            lookups = [Lookup(table, run, sets, backward=backward) for run in runs]
+            eager, *others = medians(lookups, options.rounds)
+            what = "forward and backward" if backward else "forward"
+            ratios = ", ".join(f"{other / eager:.2f}" for other in others)
+            print(f"{name:9} {what:21} eager {eager:.3f} ms; aot_eager, inductor: {ratios} times")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""CPU that one rank of many needs for a training step, without a network.
+
+A simulated process group has one real rank. Every other rank sends it what it would send itself:
+the same status and counts, and messages of zeros. So what is measured is the work of rank 0:
+requests, packing, lookups for all ranks, unpacking and the update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import sparsestep
+
+BATCH, DIM = 256, 16
+# Ranks, tables and the plan.
+CASES = [
+    *((ranks, 26, plan) for plan in ("tables", "rows") for ranks in (8, 64, 1024)),
+    (64, 200, "tables"),
+]
+
+
+class SimulatedRanks:
+    """Collectives of rank 0 among ranks that all do the same."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.num_collectives = 0
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, *sizes: Sequence[int] | None, group: Any = None
+    ) -> None:
+        """Each rank sends what this one sends to itself, if messages have the same size."""
+        self.num_collectives += 1
+        if any(each is not None for each in sizes):
+            output.zero_()
+        else:
+            output.view(self.world_size, -1).copy_(given.view(self.world_size, -1)[:1])
+
+    def all_gather(self, outputs: Sequence[Tensor], given: Tensor, group: Any = None) -> None:
+        """Gather a tensor of each rank."""
+        self.num_collectives += 1
+        for output in outputs:
+            output.copy_(given)
+
+    def all_gather_object(self, outputs: list[Any], given: Any, group: Any = None) -> None:
+        """Gather an object of each rank."""
+        outputs[:] = [given] * self.world_size
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace torch's collectives."""
+        names = ("all_to_all_single", "all_gather", "all_gather_object")
+        torchs = {name: getattr(dist, name) for name in names}
+        dist.init_process_group("fake", rank=0, world_size=self.world_size, store=FakeStore())
+        try:
+            for name in names:
+                setattr(dist, name, getattr(self, name))
+            yield
+        finally:
+            for name, collective in torchs.items():
+                setattr(dist, name, collective)
+            dist.destroy_process_group()
+
+
+def measure(ranks: int, tables: int, plan: Any, seconds: float) -> tuple[float, int]:
+    """Milliseconds of CPU and collectives of a step: the fewest of several.
+
+    Args:
+        ranks: how many there are.
+        tables: of the collection, each looked up with one id per sample.
+        plan: as in ``shard``.
+        seconds: how long to repeat it.
+    """
+    simulated = SimulatedRanks(ranks)
+    with simulated.installed():
+        torch.manual_seed(0)
+        rows = max(1000, 20 * ranks)
+        model = sparsestep.nn.EmbeddingBagCollection([(rows, DIM)] * tables, mode="sum")
+        sparsestep.distributed.shard(model, plan=plan)
+        optimizer = sparsestep.RowwiseAdagrad(model.parameters(), lr=0.01)
+        batch = [torch.randint(0, rows, (BATCH, 1)) for _ in range(tables)]
+        found: list[float] = []
+        end = time.monotonic() + seconds
+        while len(found) < 4 or time.monotonic() < end:
+            before, simulated.num_collectives = time.process_time(), 0
+            optimizer.zero_grad()
+            output = model(batch)
+            torch.autograd.backward(output, [torch.ones_like(each) for each in output])
+            optimizer.step()
+            found.append(1e3 * (time.process_time() - before))
+        return min(found[2:]), simulated.num_collectives
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=2.0, help="per case")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print("ranks  tables  plan    CPU ms  collectives")
+    for ranks, tables, plan in CASES:
+        cpu, collectives = measure(ranks, tables, plan, options.seconds)
+        print(f"{ranks:5}  {tables:6}  {plan:6}  {cpu:6.1f}  {collectives:11}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

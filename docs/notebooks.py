@@ -1,0 +1,53 @@
+"""Examples as Jupyter notebooks: a cell writes the program, another one runs it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def notebook(command: list[str], printed: str) -> dict[str, Any]:
+    """Return an example, with its arguments and what it prints, in Jupyter's format 4.
+
+    Other examples that it imports have cells of their own. ``%run`` runs it as a program, so its
+    names can be used in further cells.
+    """
+    name = command[0]
+    about = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""
+    output = {"output_type": "stream", "name": "stdout", "text": printed}
+    return {
+        "nbformat": 4,
+        "nbformat_minor": 4,
+        "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3"}},
+        "cells": [
+            {"cell_type": "markdown", "metadata": {}, "source": about},
+            _code("%pip install sparsestep"),
+            *(
+                _code(f"%%writefile {each}\n{(EXAMPLES / each).read_text()}")
+                for each in _files(name)
+            ),
+            {**_code(f"%run {' '.join(command)}"), "outputs": [output]},
+        ],
+    }
+
+
+def _code(source: str) -> dict[str, Any]:
+    return {
+        "cell_type": "code",
+        "metadata": {},
+        "source": source,
+        "execution_count": None,
+        "outputs": [],
+    }
+
+
+def _files(name: str) -> list[str]:
+    """An example after the ones that it imports."""
+    modules = re.findall(r"^(?:from|import) (\w+)", (EXAMPLES / name).read_text(), re.M)
+    imported = [f"{each}.py" for each in modules if (EXAMPLES / f"{each}.py").exists()]
+    found = [other for each in imported for other in _files(each)]
+    return [*dict.fromkeys(found), name]
