@@ -118,9 +118,9 @@ def clip(chance: Source) -> Call:
 def calls(chance: Source, say: Say) -> None:
     call = chance.pick([function, lookup, clip])(chance)
     name, bad, must = call.bad
-    shown = (
-        tuple(bad.shape) if isinstance(bad, Tensor) else "" if isinstance(bad, IndexedGrad) else bad
-    )
+    shown: Any = "" if isinstance(bad, IndexedGrad) else bad
+    if isinstance(bad, Tensor):
+        shown = "nested" if bad.is_nested else tuple(bad.shape)
     text = f"{getattr(call.function, '__name__', type(call.function).__name__)}: {name} = "
     text += f"{type(bad).__name__} {shown}"
     say(text)
