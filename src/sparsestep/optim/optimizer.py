@@ -646,12 +646,11 @@ class RuleOptimizer(_Base):
                     self.store.set_layout(param, packed)
                     self.state[param] = param_state
 
-    @staticmethod
-    def _packed_mask(group: ParamGroup, param: Tensor) -> masks.PackedMask | None:
+    def _packed_mask(self, group: ParamGroup, param: Tensor) -> masks.PackedMask | None:
         """Return the layout that new state of a parameter has."""
         listed = masks.per_param(group.get("mask"), group["params"])
         found = next(m for m, each in zip(listed, group["params"], strict=True) if each is param)
-        packs = found is not None and states.packs_by(found, param, group)
+        packs = found is not None and states.packs_by(found, param, group, self.engine)
         return masks.PackedMask.of(found) if found is not None and packs else None
 
     def _complete_on_demand(self) -> None:
@@ -861,7 +860,7 @@ class RuleOptimizer(_Base):
             raise InputError(message(requirement, "the same tensor", remedy))
         mask = None if mask is None else mask.detach().clone()
         packed = None
-        if mask is not None and states.packs_by(mask, param, group):
+        if mask is not None and states.packs_by(mask, param, group, self.engine):
             packed = masks.PackedMask.of(mask)
         calls: list[Callable[[], object]] = []
         if layout is not None or packed is not None:

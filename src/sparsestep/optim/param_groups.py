@@ -45,6 +45,7 @@ class Declares(Protocol):
     """What reading a param group needs of ``RuleOptimizer``, which imports this module."""
 
     param_groups: list[ParamGroup]
+    engine: str
     semantics: str
     option_names: tuple[str, ...]
     group_options: ClassVar[tuple[str, ...]]
@@ -167,7 +168,9 @@ class ParamGroups:
             if selection is not None:
                 layout = optimizer.store.layouts.get(param)
                 packs = layout is not None or not optimizer.state.get(param)
-                selection.refresh(packs=packs and packs_by(selection.mask, param, group))
+                selection.refresh(
+                    packs=packs and packs_by(selection.mask, param, group, optimizer.engine)
+                )
                 # A mask set by hand drops no state: it is kept in the parameter's shape.
                 is_changed = layout is not None and not layout.same_as(selection.packed)
                 if is_changed and optimizer.state.get(param):

@@ -59,16 +59,18 @@ class Records(defaultdict[Tensor, Any]):
     copy = __copy__
 
 
-def packs_by(mask: Tensor, param: Tensor, group: Mapping[str, Any]) -> bool:
+def packs_by(mask: Tensor, param: Tensor, group: Mapping[str, Any], engine: str) -> bool:
     """Whether a mask packs the state of a parameter: one value for each kept element.
 
     State in files and on other devices, that of sharded tables, of parameters that are not
     contiguous, and of rows with a constraint keeps the parameter's shape. So does state that is
-    rounded stochastically: its random bits belong to the element.
+    rounded stochastically: its random bits belong to the element. Triton's kernels, which an
+    interpreter runs on the CPU, have one index for parameter and state.
     """
     is_half = group.get("state_dtype") in parameters.HALF_DTYPES
     return (
         mask.dim() > 1
+        and engine != "triton"
         and not (is_half and group.get("stochastic_rounding"))
         and RowConstraint.of_group(group) is None
         and param.is_cpu

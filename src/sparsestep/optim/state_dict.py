@@ -143,7 +143,11 @@ def _read_param_state(
     if not saved:
         return {}, None
     packed = None if mask is None or mask.dim() <= 1 else masks.PackedMask.of(mask.cpu())
-    wanted = packed if mask is not None and states.packs_by(mask, param, group) else None
+    wanted = (
+        packed
+        if mask is not None and states.packs_by(mask, param, group, optimizer.engine)
+        else None
+    )
     rule = optimizer.stored_rule_for(group, param, saved)
     given, saved = saved if copy else {}, convert_saved(rule, _to_strided(param, saved))
     for spec in rule.state:
