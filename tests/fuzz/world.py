@@ -114,11 +114,10 @@ class World(Subject):
     def _mask_some(self, group: dict[str, Any]) -> None:
         if not self.chance.one_in(4):
             return
-        by_row = self.cls.rule_for(group).needs_whole_rows
         masks: list[Tensor | None] = []
         for param in group["params"]:
             allowed = param.dim() > 0 and not self.chance.one_in(3)
-            masks.append(any_mask(self.chance, param, by_row=by_row) if allowed else None)
+            masks.append(any_mask(self.chance, param) if allowed else None)
         self.say(f"mask {[None if m is None else m.int().tolist() for m in masks]}")
         alone = len(masks) == 1 and masks[0] is not None and self.chance.one_in(2)
         group["mask"] = masks[0] if alone else masks

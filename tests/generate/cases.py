@@ -94,7 +94,7 @@ class Case:
     def subject(self, variant: Variant, engine: str, *, masked: bool = False) -> Subject:
         """A functional optimizer, or an optimizer with two groups of different rates."""
         params, options = self.params(), {**self.options, "engine": engine}
-        masks = [_of_rows(mask) if variant.rule.needs_whole_rows else mask for mask in self.masks]
+        masks = self.masks
         if self.by_hand:
             if not variant.has_twin and engine == "native":
                 options["engine"] = "auto"
@@ -125,10 +125,6 @@ class Case:
         return subject
 
 
-def _of_rows(mask: Tensor | None) -> Tensor | None:
-    return mask if mask is None or mask.dim() < 2 else mask.flatten(1).any(1)
-
-
 @st.composite
 def cases(
     draw: st.DrawFn,
@@ -143,7 +139,7 @@ def cases(
     by_hand = not kinds and chance.one_in(2)
     dtype = chance.weighted(dtypes)
     params = [any_param(chance, dtype)[0] for _ in range(chance.integer(1, 3))]
-    masks = [any_mask(chance, p, by_row=False) if p.dim() else None for p in params]
+    masks = [any_mask(chance, p) if p.dim() else None for p in params]
 
     def grad(param: Tensor) -> Drawn | None:
         if chance.one_in(6):

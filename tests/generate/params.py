@@ -103,7 +103,7 @@ def _in_a_file(values: Tensor, optimizer: Callable[[Any], RuleOptimizer]) -> Ten
     return table.copy_(values)
 
 
-def any_mask(chance: Source, param: Tensor, *, by_row: bool) -> Tensor:
+def any_mask(chance: Source, param: Tensor, *, by_row: bool = False) -> Tensor:
     whole = not by_row and param.dim() != 1 and chance.one_in(2)
     shape = param.shape if whole else param.shape[:1]
     return chance.flags(shape, chance.pick([0.0, 0.5, 0.5, 0.5, 1.0]))

@@ -255,8 +255,6 @@ def bad_masks() -> dict[str, Any]:
 def test_masks_that_do_not_fit(variant: Variant, engine: str):
     """When an optimizer is made, when a group is added, and later: options are the user's."""
     masks = bad_masks()
-    if variant.rule.needs_whole_rows:
-        masks["of elements"] = torch.ones(SHAPE, dtype=torch.bool)
     param = torch.nn.Parameter(randn(SHAPE))
     with running_on(engine) as name:
         opt = variant([torch.zeros(2)], engine=name)

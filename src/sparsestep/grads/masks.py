@@ -23,15 +23,18 @@ from sparsestep.grads.indexed import IndexedGrad, check_indices
 Masks = Tensor | Sequence[Tensor | None] | None
 
 
-def check_masks(masks: Masks, params: Sequence[Tensor], *, by_row: bool) -> None:
-    """Raise InputError if masks do not fit a group's parameters."""
+def check_masks(masks: Masks, params: Sequence[Tensor], *, defers: bool = False) -> None:
+    """Raise InputError if masks do not fit a group's parameters.
+
+    With ``defers``, updates are deferred by rows, and a mask must select rows.
+    """
     for index, (mask, param) in enumerate(zip(per_param(masks, params), params, strict=True)):
         if mask is None:
             continue
         shapes = [tuple(param.shape[:1])]
-        if not by_row and param.dim() != 1:
+        if not defers and param.dim() != 1:
             shapes.append(tuple(param.shape))
-        wanted = " or ".join(map(str, shapes))
+        wanted = " or ".join(map(str, shapes)) + " with semantics='dense'" * defers
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise InputError(message(f"mask {index} must be a bool tensor", got))
@@ -212,8 +215,12 @@ def cached_masks(
     return cached
 
 
-def apply_mask(grad: IndexedGrad, selection: MaskSelection, numel: int) -> IndexedGrad:
+def apply_mask(
+    grad: IndexedGrad, selection: MaskSelection, numel: int, *, by_row: bool = False
+) -> IndexedGrad:
     """Return the part of the gradient of ``numel`` elements that a refreshed mask selects.
+
+    With ``by_row``, the slots of a dense gradient are rows even if the mask is over elements.
 
     Example:
         >>> rows = MaskSelection(torch.tensor([True, False, True]), torch.Size([3, 4])).refresh()
@@ -221,6 +228,12 @@ def apply_mask(grad: IndexedGrad, selection: MaskSelection, numel: int) -> Index
         >>> found.indices.tolist(), found.value_index.tolist(), found.num_slots, found.slot_size
         ([0, 2], [0, 2], 3, 4)
     """
+    if by_row and grad.indices is None and selection.mask.dim() > 1 and numel:
+        elements = selection.mask.flatten(1)
+        rows = elements.any(1).nonzero().squeeze(1)
+        kept = elements[rows]
+        values = grad.values.reshape(elements.shape)[rows].masked_fill_(~kept, 0)
+        return IndexedGrad(rows, values, len(elements), kept.shape[1], element_mask=kept)
     mask = selection.mask.reshape(-1)
     num_slots = len(mask)
     if not numel:
@@ -241,7 +254,11 @@ def apply_mask(grad: IndexedGrad, selection: MaskSelection, numel: int) -> Index
             scale=None if scale is None else scale[kept],
         )
     per_slot = num_slots // grad.num_slots
-    entries, columns = mask.view(grad.num_slots, per_slot)[indices].nonzero(as_tuple=True)
+    selected = mask.view(grad.num_slots, per_slot)[indices]
+    if grad.element_mask is not None:
+        held = grad.element_mask.reshape(-1, per_slot, grad.slot_size // per_slot)
+        selected &= (held if value_index is None else held[value_index]).any(2)
+    entries, columns = selected.nonzero(as_tuple=True)
     rows = entries if value_index is None else value_index[entries]
     return IndexedGrad(
         indices[entries] * per_slot + columns,

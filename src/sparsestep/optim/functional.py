@@ -28,7 +28,7 @@ from sparsestep.engines.native import CachedPlan, apply_standard, replay_step
 from sparsestep.errors import InputError, counted, error_prefix, message
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import IndexedGrad
-from sparsestep.grads.layouts import Gradient, indexed_grad
+from sparsestep.grads.layouts import Gradient, indexed_grad, to_row_slots
 from sparsestep.memory.mapped_file import mapped_files
 from sparsestep.memory.mapped_file import written as note_written
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, check_writable
@@ -224,9 +224,11 @@ def apply_(
         gradient = indexed_grad(param, grad, row_slots=rule.needs_whole_rows)
         tensors = _check_state(rule, param, state)
         if mask is not None:
-            masks.check_masks([mask], [param], by_row=rule.needs_whole_rows)
+            masks.check_masks([mask], [param])
             selection = masks.MaskSelection(mask, param.shape).refresh()
-            gradient = masks.apply_mask(gradient, selection, param.numel())
+            by_row = rule.needs_whole_rows
+            gradient = masks.apply_mask(gradient, selection, param.numel(), by_row=by_row)
+            gradient = to_row_slots(param, gradient) if by_row and param.dim() > 1 else gradient
     except InputError as error:
         raise type(error)(f"{who}: {error}") from None
     l2 = 0.0 if decoupled_weight_decay else decay

@@ -209,13 +209,12 @@ class RuleOptimizer(_Base):
             try:
                 self.check_values(param_group)
                 self.check_params(group_index, param_group)
-                rule, is_dense = self.stored_rule_for(param_group), self.semantics == "dense"
+                is_dense = self.semantics == "dense"
                 if is_dense:  # what has no such form is refused
                     settings = self.groups.read(self, group_index, param_group)
                     if settings.rule.idle_update is None:
                         derive_idle_update(settings.rule, 1, settings.hyperparams)
-                by_row = rule.needs_whole_rows or is_dense
-                masks.check_masks(param_group.get("mask"), param_group["params"], by_row=by_row)
+                masks.check_masks(param_group.get("mask"), param_group["params"], defers=is_dense)
                 if not is_dense:
                     warn_if_tracked_elsewhere(type(self).__name__, param_group["params"])
             except Exception:
@@ -650,7 +649,8 @@ class RuleOptimizer(_Base):
         """Return the layout that new state of a parameter has."""
         listed = masks.per_param(group.get("mask"), group["params"])
         found = next(m for m, each in zip(listed, group["params"], strict=True) if each is param)
-        packs = found is not None and states.packs_by(found, param, group, self.engine)
+        rule = self.stored_rule_for(group, param)
+        packs = found is not None and states.packs_by(rule, found, param, group, self.engine)
         return masks.PackedMask.of(found) if found is not None and packs else None
 
     def _complete_on_demand(self) -> None:
@@ -847,9 +847,9 @@ class RuleOptimizer(_Base):
     ) -> list[Callable[[], object]]:
         group, memory = self.group_of(param), memory_of(param)
         params = group["params"]
-        by_row = self.stored_rule_for(group).needs_whole_rows or self.semantics == "dense"
-        masks.check_masks(group.get("mask"), params, by_row=by_row)
-        masks.check_masks([mask], [memory], by_row=by_row)
+        defers = self.semantics == "dense"
+        masks.check_masks(group.get("mask"), params, defers=defers)
+        masks.check_masks([mask], [memory], defers=defers)
         listed = list(masks.per_param(group.get("mask"), params))
         places = [index for index, each in enumerate(params) if each is param]
         old = listed[places[0]]
@@ -860,7 +860,8 @@ class RuleOptimizer(_Base):
             raise InputError(message(requirement, "the same tensor", remedy))
         mask = None if mask is None else mask.detach().clone()
         packed = None
-        if mask is not None and states.packs_by(mask, param, group, self.engine):
+        rule = self.stored_rule_for(group, param)
+        if mask is not None and states.packs_by(rule, mask, param, group, self.engine):
             packed = masks.PackedMask.of(mask)
         calls: list[Callable[[], object]] = []
         if layout is not None or packed is not None:
@@ -870,7 +871,9 @@ class RuleOptimizer(_Base):
             if changed is not None and changed.shape == memory.shape[:1]:
                 self.prepare_forget(param, changed.reshape(-1).nonzero().squeeze(1), writes)
             elif changed is not None:
-                self._prepare_reset(param, changed, writes)
+                both = [m for m in (old, mask) if m is not None]
+                stays = torch.stack([masks.over_elements(m, memory.shape) for m in both]).all(0)
+                self._prepare_reset(param, changed, stays.flatten(1).any(1), writes)
         for place in places:
             listed[place] = mask
         if all(each is None for each in listed):
@@ -910,9 +913,17 @@ class RuleOptimizer(_Base):
             partial(self.store.drop, param),
         ]
 
-    def _prepare_reset(self, param: Tensor, changed: Tensor, writes: RowWrites) -> None:
-        """Add the state of elements to what ``writes`` resets; everything that can raise."""
+    def _prepare_reset(
+        self, param: Tensor, changed: Tensor, row_stays: Tensor, writes: RowWrites
+    ) -> None:
+        """Add the state of elements to what ``writes`` resets; everything that can raise.
+
+        State per row is reset unless the row has an element that both masks keep.
+        """
         tensors, values = self._resettable_state(param)
+        if any(t.dtype is torch.int8 and value for t, value in zip(tensors, values, strict=True)):
+            requirement = "elements whose int8 state does not start at zero cannot be reset"
+            raise InputError(message(requirement, values, "Use another state_dtype"))
         rows = changed.flatten(1).any(1).nonzero().squeeze(1).to("cpu")
         if not rows.numel():
             return
@@ -920,7 +931,10 @@ class RuleOptimizer(_Base):
             about_to_write(param, tensors, rows)
         elements = changed.reshape(-1).nonzero().squeeze(1).to("cpu")
         for tensor, value in zip(as_real_rows(memory_of(param), tensors)[1], values, strict=True):
-            if tensor.is_contiguous():
+            if tensor.dim() < changed.dim():
+                reset = (~row_stays).nonzero().squeeze(1).to("cpu")
+                writes.add(tensor, reset, torch.full((1,), value, dtype=tensor.dtype, device="cpu"))
+            elif tensor.is_contiguous():
                 flat = tensor.view(changed.numel(), -1)
                 fresh = torch.full((1, flat.shape[1]), value, dtype=tensor.dtype, device="cpu")
                 writes.add(flat, elements, fresh)

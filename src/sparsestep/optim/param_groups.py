@@ -156,8 +156,7 @@ class ParamGroups:
         # A list may have other masks now, and the group other parameters.
         same = len(known) == 1 and known[0] is not None and known[0].mask is given
         if not same or not all(map(is_, params, made_for)) or len(params) != len(made_for):
-            by_row = settings.rule.needs_whole_rows or optimizer.semantics == "dense"
-            masks.check_masks(given, params, by_row=by_row)
+            masks.check_masks(given, params, defers=optimizer.semantics == "dense")
             before = {id(p): selection for p, selection in zip(made_for, known, strict=True)}
             known = [
                 None if mask is None else _reuse_selection(before.get(id(param)), param, mask)
@@ -168,9 +167,10 @@ class ParamGroups:
             if selection is not None:
                 layout = optimizer.store.layouts.get(param)
                 packs = layout is not None or not optimizer.state.get(param)
-                selection.refresh(
-                    packs=packs and packs_by(selection.mask, param, group, optimizer.engine)
+                packs = packs and packs_by(
+                    settings.rule, selection.mask, param, group, optimizer.engine
                 )
+                selection.refresh(packs=packs)
                 # A mask set by hand drops no state: it is kept in the parameter's shape.
                 is_changed = layout is not None and not layout.same_as(selection.packed)
                 if is_changed and optimizer.state.get(param):

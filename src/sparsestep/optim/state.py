@@ -59,7 +59,9 @@ class Records(defaultdict[Tensor, Any]):
     copy = __copy__
 
 
-def packs_by(mask: Tensor, param: Tensor, group: Mapping[str, Any], engine: str) -> bool:
+def packs_by(
+    rule: Rule, mask: Tensor, param: Tensor, group: Mapping[str, Any], engine: str
+) -> bool:
     """Whether a mask packs the state of a parameter: one value for each kept element.
 
     State in files and on other devices, that of sharded tables, of parameters that are not
@@ -70,6 +72,7 @@ def packs_by(mask: Tensor, param: Tensor, group: Mapping[str, Any], engine: str)
     is_half = group.get("state_dtype") in parameters.HALF_DTYPES
     return (
         mask.dim() > 1
+        and not rule.needs_whole_rows
         and engine != "triton"
         and not (is_half and group.get("stochastic_rounding"))
         and RowConstraint.of_group(group) is None

@@ -121,11 +121,10 @@ def _check_class(optimizer: StepsParams, rule: Rule, saved: ParamGroup) -> None:
 def _check_group(optimizer: StepsParams, group_index: int, group: ParamGroup) -> None:
     """Refuse options that the constructor would refuse."""
     optimizer.check_group(group)
-    rule = optimizer.stored_rule_for(group)
     is_dense = optimizer.semantics == "dense"
     if is_dense:  # refuses options without a closed form
         optimizer.groups.read(optimizer, group_index, dict(group))
-    masks.check_masks(group.get("mask"), group["params"], by_row=rule.needs_whole_rows or is_dense)
+    masks.check_masks(group.get("mask"), group["params"], defers=is_dense)
 
 
 def _read_param_state(
@@ -142,13 +141,12 @@ def _read_param_state(
         raise InputError(message("its state must be a dict", type(saved).__name__))
     if not saved:
         return {}, None
-    packed = None if mask is None or mask.dim() <= 1 else masks.PackedMask.of(mask.cpu())
-    wanted = (
-        packed
-        if mask is not None and states.packs_by(mask, param, group, optimizer.engine)
-        else None
-    )
     rule = optimizer.stored_rule_for(group, param, saved)
+    packed = None
+    if mask is not None and mask.dim() > 1 and not rule.needs_whole_rows:
+        packed = masks.PackedMask.of(mask.cpu())
+    packs = mask is not None and states.packs_by(rule, mask, param, group, optimizer.engine)
+    wanted = packed if packs else None
     given, saved = saved if copy else {}, convert_saved(rule, _to_strided(param, saved))
     for spec in rule.state:
         value = saved.get(spec.name)

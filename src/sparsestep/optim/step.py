@@ -121,7 +121,7 @@ def new_update(
         gradient = gradient._replace(element_mask=None)  # what is not held is zero, and counts
     tensors = None
     if selection is not None and selection.shape != memory.shape:
-        masks.check_masks(selection.mask, [memory], by_row=rule.needs_whole_rows)
+        masks.check_masks(selection.mask, [memory])
     packed = None if selection is None else selection.packed
     if not param_state or not (rule.counts_steps or states.is_complete(rule, param_state)):
         param_state = None  # for torch's SGD, a missing tensor means a first step
@@ -195,10 +195,11 @@ def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, pl
     gradient = update.indexed
     is_whole = update.packed is not None and gradient.indices is None and not param.is_complex()
     if selection is not None and not is_whole:
-        gradient = masks.apply_mask(gradient, selection, param.numel())
+        by_row = settings.needs_whole_rows
+        gradient = masks.apply_mask(gradient, selection, param.numel(), by_row=by_row)
     if mapped_files:
         reserve_checked(param, update.state, gradient)
-    if settings.constraint is not None:
+    if settings.needs_whole_rows and param.dim() > 1:
         gradient = to_row_slots(param, gradient)
     update.targets, update.indexed = engine_views(param, update.state, gradient)
     update.step = update.steps_taken() + 1
@@ -369,6 +370,8 @@ class Step:
             if self._catch_up is not None:  # what a mask excludes must not be brought up to date
                 return indices
             some = selections[first : indices.stop]
+            if settings.needs_whole_rows and any(s and s.mask.dim() > 1 for s in some):
+                return indices
             layouts = optimizer.store.layouts
             packed = [None if s is None else s.packed for s in some]
             if any(m and layouts.get(p) is not m for m, p in zip(packed, params, strict=True)):

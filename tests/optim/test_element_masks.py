@@ -1,0 +1,148 @@
+"""Masks over elements under rules that need whole rows: state per row, and int8 state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparsestep
+from tests.table import same_bits
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "RowwiseAdagrad": (sparsestep.RowwiseAdagrad, {}),
+    "RowwiseAdam": (sparsestep.RowwiseAdam, {}),
+    "AdamW int8": (sparsestep.AdamW, {"state_dtype": torch.int8, "weight_decay": 0.0}),
+    "per_row": (sparsestep.Adam, {"bias_correction": "per_row"}),
+}
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+each_engine = pytest.mark.parametrize("engine", ["native", "reference"])
+MASK = torch.rand(9, 7, generator=torch.Generator().manual_seed(1)) < 0.4
+MASK[3] = False
+
+
+def make(name: str, weight: Tensor, **options: Any) -> tuple[Any, torch.nn.Parameter]:
+    cls, given = OPTIMIZERS[name]
+    param = torch.nn.Parameter(weight.clone())
+    return cls([param], lr=0.1, **given, **options), param
+
+
+def draw_grads(*, sparse: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    grads = [torch.randn(9, 7, generator=generator) for _ in range(4)]
+    if not sparse:
+        return grads
+    rows = torch.tensor([[0, 4, 4, 7, 8]])
+    return [torch.sparse_coo_tensor(rows, grad[:5], (9, 7)) for grad in grads]
+
+
+def masked(grad: Tensor) -> Tensor:
+    if not grad.is_sparse:
+        return grad * MASK
+    kept = grad._values() * MASK[grad._indices()[0]]
+    return torch.sparse_coo_tensor(grad._indices(), kept, grad.shape)
+
+
+@each_optimizer
+@each_engine
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_row_sees_the_gradient_of_its_kept_elements(name: str, engine: str, sparse: bool):
+    """Elements with zero gradients do not move here, so masking the gradient has the same bits."""
+    weight = torch.randn(9, 7, generator=torch.Generator().manual_seed(0))
+    ours, param = make(name, weight, mask=MASK, engine=engine)
+    other, expected = make(name, weight, engine=engine)
+    for grad in draw_grads(sparse=sparse):
+        param.grad, expected.grad = grad, masked(grad)
+        ours.step()
+        other.step()
+    assert same_bits(param.detach()[MASK], expected.detach()[MASK])
+    assert same_bits(param.detach()[~MASK], weight[~MASK])
+    touched = [row for row in (0, 4, 7, 8) if MASK[row].any()] if sparse else MASK.any(1)
+    for key, value in other.state[expected].items():
+        assert same_bits(ours.state[param][key].reshape(-1)[:1], value.reshape(-1)[:1])
+        if value.dim():
+            assert same_bits(ours.state[param][key][touched], value[touched])
+
+
+@each_optimizer
+def test_decay_spares_what_a_mask_excludes(name: str):
+    weight = torch.randn(9, 7, generator=torch.Generator().manual_seed(0))
+    ours, param = make(name, weight, mask=MASK)
+    ours.param_groups[0]["weight_decay"] = 0.1
+    for grad in draw_grads(sparse=False):
+        param.grad = grad
+        ours.step()
+    assert same_bits(param.detach()[~MASK], weight[~MASK])
+    assert (param.detach() != weight)[MASK].all()
+
+
+@each_optimizer
+def test_set_mask_keeps_the_state_of_rows_and_elements_that_stay(name: str):
+    ours, param = make(name, torch.ones(9, 7), mask=MASK)
+    param.grad = torch.ones(9, 7)
+    ours.step()
+    before = {key: value.clone() for key, value in ours.state[param].items()}
+    new = MASK.clone()
+    new[0], new[1] = ~MASK[0], True  # of row 0 nothing stays, of row 1 everything
+    ours.set_mask(param, new)
+    for key, value in ours.state[param].items():
+        if not value.dim():
+            continue
+        assert not value[0].any() or key.endswith("_scale")
+        stays = MASK[1] if value.dim() == 2 else slice(None)
+        assert same_bits(value[1:2][..., stays], before[key][1:2][..., stays])
+        assert same_bits(value[2:], before[key][2:])
+    ours.step()
+    assert (param.detach()[new] != 1).all()
+
+
+@each_optimizer
+def test_checkpoints_keep_the_shape_of_rows(name: str):
+    ours, param = make(name, torch.ones(9, 7), mask=MASK)
+    param.grad = torch.ones(9, 7)
+    ours.step()
+    again, other = make(name, param.detach(), mask=MASK)
+    again.load_state_dict(ours.state_dict())
+    other.grad = param.grad
+    ours.step()
+    again.step()
+    assert same_bits(param, other)
+
+
+def test_entries_of_elements_stay_apart_within_their_row():
+    """A gradient of single elements under a mask over elements, for a rule of whole rows."""
+    grad = torch.sparse_coo_tensor([[0, 0, 4], [1, 2, 5]], torch.ones(3), (9, 7))
+    for engine in ("native", "reference"):
+        ours, param = make(
+            "RowwiseAdam", torch.ones(9, 7), mask=torch.ones_like(MASK), engine=engine
+        )
+        ours.param_groups[0]["weight_decay"] = 0.1
+        param.grad = grad
+        ours.step()
+        assert (param.detach() != 1).nonzero().tolist() == [[0, 1], [0, 2], [4, 5]]
+
+
+def test_int8_state_that_does_not_start_at_zero_is_not_reset_by_elements():
+    param = torch.nn.Parameter(torch.ones(9, 7))
+    options = {"initial_accumulator_value": 0.5, "state_dtype": torch.int8, "mask": MASK}
+    ours = sparsestep.Adagrad([param], lr=0.1, **options)
+    param.grad = torch.ones(9, 7)
+    ours.step()
+    before = ours.state[param]["sum"].clone()
+    with pytest.raises(sparsestep.errors.InputError, match="start at zero"):
+        ours.set_mask(param, ~MASK)
+    assert same_bits(ours.state[param]["sum"], before)
+
+
+def test_functional_forms_take_them_too():
+    state = [torch.zeros(9), torch.zeros(9)]
+    params = [torch.ones(9, 7), torch.ones(9, 7)]
+    grad = draw_grads(sparse=False)[0]
+    for param, total, given, mask in zip(
+        params, state, (grad, masked(grad)), (MASK, None), strict=True
+    ):
+        sparsestep.functional.rowwise_adagrad_(param, given, total, lr=0.1, mask=mask)
+    assert same_bits(params[0], params[1])
+    assert same_bits(state[0][MASK.any(1)], state[1][MASK.any(1)])
