@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,9 +13,11 @@ from sparsestep.memory.lazy import saved_by_row, strided
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.optim import state as states
 from sparsestep.optim.param_groups import ParamGroup, describe_param
-from sparsestep.optim.step import StepsParams
 from sparsestep.rules.int8 import convert_saved
 from sparsestep.rules.rule import Rule, StateSpec
+
+if TYPE_CHECKING:
+    from sparsestep.optim.optimizer import RuleOptimizer
 
 
 class LoadedState(NamedTuple):
@@ -33,7 +35,7 @@ class LoadedState(NamedTuple):
 
 
 def read_state_dict(
-    optimizer: StepsParams, saved: Any, names: tuple[str, ...], *, copy: bool = True
+    optimizer: RuleOptimizer, saved: Any, names: tuple[str, ...], *, copy: bool = True
 ) -> LoadedState | None:
     """Read what ``state_dict()`` of this class or of torch's has written; changes nothing.
 
@@ -103,7 +105,7 @@ def _check_structure(saved: Any) -> None:
             raise InputError(message(requirement, keys or f"a {type(group).__name__}"))
 
 
-def _check_class(optimizer: StepsParams, rule: Rule, saved: ParamGroup) -> None:
+def _check_class(optimizer: RuleOptimizer, rule: Rule, saved: ParamGroup) -> None:
     """Refuse a group of another optimizer class.
 
     A missing option alone is no sign of it: torch's classes got new options over time. Options of
@@ -118,7 +120,7 @@ def _check_class(optimizer: StepsParams, rule: Rule, saved: ParamGroup) -> None:
         raise InputError(message(requirement + ", ".join(missing), ", ".join(foreign), remedy))
 
 
-def _check_group(optimizer: StepsParams, group_index: int, group: ParamGroup) -> None:
+def _check_group(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> None:
     """Refuse options that the constructor would refuse."""
     optimizer.check_group(group)
     rule = optimizer.stored_rule_for(group)
@@ -129,7 +131,7 @@ def _check_group(optimizer: StepsParams, group_index: int, group: ParamGroup) ->
 
 
 def _read_param_state(
-    optimizer: StepsParams,
+    optimizer: RuleOptimizer,
     group: ParamGroup,
     param: Tensor,
     saved: Any,
@@ -210,7 +212,7 @@ def _check_step(saved: Mapping[str, Any]) -> None:
         raise InputError(message(requirement, count))
 
 
-def unpacked_state(optimizer: StepsParams, param: Tensor) -> Mapping[str, Any] | None:
+def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any] | None:
     """Return the state of a parameter in its shape: if it is packed, a copy."""
     param_state: dict[str, Any] | None = optimizer.state.get(param)
     if not param_state or param not in optimizer.store.layouts:
@@ -227,7 +229,7 @@ def unpacked_state(optimizer: StepsParams, param: Tensor) -> Mapping[str, Any] |
 
 
 def masked_state(
-    optimizer: StepsParams, *, packed: bool
+    optimizer: RuleOptimizer, *, packed: bool
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Yield the state of parameters with a mask: as it is, and as a checkpoint has it."""
     for group in optimizer.param_groups:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,12 +12,12 @@ from torch.autograd.graph import increment_version
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import cat, coo_indices, disable_compiler, profiler_range
-from sparsestep.deferred.rows import DeferredRows, StepCatchUp
+from sparsestep.deferred.rows import StepCatchUp
 from sparsestep.engines import EngineDispatcher, new_native_engine, rounding
 from sparsestep.engines.base import GroupSettings, ParamUpdate
 from sparsestep.engines.finishing import finish
 from sparsestep.engines.native import TracedGroup, can_run_dense
-from sparsestep.engines.torch_fused import DenseBatch, TorchFusedEngine
+from sparsestep.engines.torch_fused import TorchFusedEngine
 from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
 from sparsestep.grads.compact import materialize
@@ -37,12 +36,13 @@ from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files,
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.optim import state as states
 from sparsestep.optim.explain import embedding_warning, explain_dense_gradient
-from sparsestep.optim.param_groups import Declares, ParamGroup, ParamGroups, Selections
+from sparsestep.optim.param_groups import ParamGroup, Selections
 from sparsestep.rules.options import torch_kernel_choice
 from sparsestep.rules.rule import StateSpec
 
 if TYPE_CHECKING:
     from sparsestep.engines.native import Claimed
+    from sparsestep.optim.optimizer import RuleOptimizer
 
 
 def reserve_rows(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]]) -> bool:
@@ -101,7 +101,7 @@ def to_local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gr
 
 
 def new_update(
-    optimizer: StepsParams,
+    optimizer: RuleOptimizer,
     group: dict[str, Any],
     settings: GroupSettings,
     index: int,
@@ -225,32 +225,6 @@ def engine_views(
     return real, gradient.view_as_real()
 
 
-class StepsParams(Declares, Protocol):
-    """What a step needs of ``RuleOptimizer``, which imports this module."""
-
-    engine: str
-    state: defaultdict[Tensor, Any]
-    groups: ParamGroups
-    store: states.StateStore
-    deferred: dict[int, DeferredRows]
-    used_engines: dict[int, tuple[Tensor, str, str]]
-    dense_embeddings: dict[int, tuple[Tensor, str]]
-    iterations: int
-    updates: int
-    step_is_tensor: ClassVar[bool]
-
-    def params(self) -> Iterator[Tensor]:
-        """Iterate over all parameters of all groups."""
-
-    def group_of(self, param: Tensor) -> dict[str, Any]:
-        """Return the group of a parameter."""
-        ...
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch, /) -> None:
-        """Run torch's own kernel on dense gradients."""
-
-
 class Step:
     """The work of one step.
 
@@ -258,7 +232,7 @@ class Step:
         duplicates: (group, parameter) of parameters that were given more than once.
     """
 
-    def __init__(self, optimizer: StepsParams, traced: Sequence[TracedGroup] = ()) -> None:
+    def __init__(self, optimizer: RuleOptimizer, traced: Sequence[TracedGroup] = ()) -> None:
         self._optimizer = optimizer
         self._native = new_native_engine(optimizer.engine)
         if traced and self._native is not None:
@@ -588,7 +562,7 @@ class Step:
 _uncompiled_run = disable_compiler(Step.run)
 
 
-def _first_param_state(optimizer: StepsParams, update: ParamUpdate) -> dict[str, Any]:
+def _first_param_state(optimizer: RuleOptimizer, update: ParamUpdate) -> dict[str, Any]:
     settings = update.settings
     update.state = states.new_state(settings.rule, update.param, update.group, settings.state_dtype)
     if mapped_files:
@@ -596,7 +570,7 @@ def _first_param_state(optimizer: StepsParams, update: ParamUpdate) -> dict[str,
     return _new_param_state(optimizer, update)
 
 
-def _new_param_state(optimizer: StepsParams, update: ParamUpdate) -> dict[str, Any]:
+def _new_param_state(optimizer: RuleOptimizer, update: ParamUpdate) -> dict[str, Any]:
     assert update.state is not None
     return states.new_param_state(
         update.group,
@@ -617,7 +591,7 @@ class StepInBackward:
     """
 
     def __init__(
-        self, optimizer: StepsParams, params: Iterable[Tensor] | None, backwards: int
+        self, optimizer: RuleOptimizer, params: Iterable[Tensor] | None, backwards: int
     ) -> None:
         if not isinstance(backwards, int) or backwards < 1:
             raise InputError(message("backwards must be an integer, at least 1", backwards))
