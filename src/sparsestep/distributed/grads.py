@@ -26,7 +26,7 @@ from sparsestep.distributed._table import (
 )
 from sparsestep.distributed.collectives import Caught, Collectives, Sections
 from sparsestep.distributed.lookup import sum_duplicates
-from sparsestep.engines.finishing import certain
+from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, message
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of

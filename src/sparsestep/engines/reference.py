@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.engines import rounding
-from sparsestep.engines.base import ParamUpdate
-from sparsestep.engines.finishing import certain, finish
+from sparsestep.engines.base import ParamUpdate, certain, finish
 from sparsestep.errors import InputError
 from sparsestep.grads.dedup import sum_duplicates
 from sparsestep.memory.tensors import HALF_DTYPES, overlapping

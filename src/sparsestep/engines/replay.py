@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparsestep.engines.finishing import finish_steps
+from sparsestep.engines.base import finish_steps
 from sparsestep.memory.tensors import lie_alike
 
 # Elements of a piece, per thread: enough to hide Python's overhead.

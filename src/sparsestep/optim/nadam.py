@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim import adam
 from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
@@ -99,7 +99,7 @@ def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> tuple[float, f
     return step_sizes(step, *(hyperparams[name] for name in names))[1:]
 
 
-_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=_idle_step_size)
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, size=_idle_step_size)
 
 
 def _torch_product(group: Mapping[str, Any], step: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def _torch_product(group: Mapping[str, Any], step: Tensor) -> Tensor:
     return torch.full_like(step, momentum_product(int(step), beta1, momentum_decay, step.dtype))
 
 
-RULE = Rule("nadam", update, bias.MOMENTS, has_native_kernel=True, idle_update=_IDLE)
+RULE = Rule("nadam", update, adam.MOMENTS, has_native_kernel=True, idle_update=_IDLE)
 
 
 @document_args()

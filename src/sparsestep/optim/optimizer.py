@@ -30,8 +30,7 @@ from sparsestep._torch import (
 )
 from sparsestep.deferred.rows import DeferredRows, as_real_rows, replay_dense_step
 from sparsestep.deferred.tracking import Tracking, warn_if_tracked_elsewhere
-from sparsestep.engines.base import GroupSettings
-from sparsestep.engines.finishing import finish
+from sparsestep.engines.base import GroupSettings, finish
 from sparsestep.engines.native import CachedPlan, replay_step
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, memory_errors, message
@@ -47,15 +46,14 @@ from sparsestep.memory.mapped_file import (
 )
 from sparsestep.memory.tensors import is_distributed, memory_of
 from sparsestep.optim import state as states
-from sparsestep.optim.explain import Explanation, explain_param, state_bytes
-from sparsestep.optim.metrics import count_rows
+from sparsestep.optim.explain import Explanation, count_rows, explain_param, state_bytes
 from sparsestep.optim.param_groups import ParamGroup, ParamGroups, options_for_ranks, param_name
 from sparsestep.optim.state_dict import LoadedState, masked_state, read_state_dict
 from sparsestep.optim.step import Step, StepInBackward, reserve_rows
 from sparsestep.rules import options
 from sparsestep.rules._derive_idle import derive_idle_update
-from sparsestep.rules.constraint import RowConstraint
 from sparsestep.rules.int8 import with_int8_state
+from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
 
 # At run time this is ``object``; every public class lists ``Optimizer`` itself. class_resolver (of

@@ -23,7 +23,7 @@ from sparsestep.grads.exchange import GradSource
 from sparsestep.optim.state import packs_by
 from sparsestep.rules import options
 from sparsestep.rules._derive_idle import unsupported_message
-from sparsestep.rules.constraint import RowConstraint
+from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim import adam
 from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
@@ -27,7 +27,7 @@ def rectified(step: int, lr: float, betas: Betas) -> tuple[float, bool]:
         >>> rectified(1, 0.5, (0.5, 0.75))
         (1.0, False)
     """
-    size, root = bias.global_correction(step, lr, betas)
+    size, root = adam.global_correction(step, lr, betas)
     left = betas[1] ** step
     rho_inf = 2 / (1 - betas[1]) - 1
     rho = rho_inf - 2 * step * left / (1 - left)
@@ -61,7 +61,7 @@ def update(
 
 # No idle update: an idle row moves as under momentum SGD at first and as under Adam later,
 # and an idle update has one kind.
-RULE = Rule("radam", update, bias.MOMENTS, has_native_kernel=True)
+RULE = Rule("radam", update, adam.MOMENTS, has_native_kernel=True)
 
 
 @document_args()

@@ -10,9 +10,8 @@ from typing_extensions import Unpack
 
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim import adam
 from sparsestep.optim._docs import document_args
-from sparsestep.optim.adam import RULES as ADAM_RULES
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
@@ -27,7 +26,7 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    correction: bias.BiasCorrection,
+    correction: adam.BiasCorrection,
     betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -45,7 +44,7 @@ def update_without_momentum(
     grad: Tensor,
     exp_avg_sq: Tensor,
     *,
-    correction: bias.BiasCorrection,
+    correction: adam.BiasCorrection,
     betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -59,10 +58,10 @@ def update_without_momentum(
 
 _SQUARE = StateSpec("exp_avg_sq", per_row=True)
 _STATE = (StateSpec("exp_avg", int8_format="signed"), _SQUARE)
-_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=bias.step_size)
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, size=adam.step_size)
 _IDLE_WITHOUT_MOMENTUM = NoDrift(decays=lambda hyperparams: {"exp_avg_sq": hyperparams["betas"][1]})
-RULES = bias.rules_with_bias_correction("rowwise_adam", update, _STATE, _IDLE)
-RULES_WITHOUT_MOMENTUM = bias.rules_with_bias_correction(
+RULES = adam.rules_with_bias_correction("rowwise_adam", update, _STATE, _IDLE)
+RULES_WITHOUT_MOMENTUM = adam.rules_with_bias_correction(
     "rowwise_adam_without_momentum",
     update_without_momentum,
     (_SQUARE,),
@@ -155,13 +154,13 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         rules = RULES if group["betas"][0] != 0 else RULES_WITHOUT_MOMENTUM
-        return rules[bias.uses_per_row(group)]
+        return rules[adam.uses_per_row(group)]
 
     @classmethod
     def elementwise_rule_for(cls, group: dict[str, Any]) -> Rule | None:
         """Adam's rule, if dense gradients are updated element by element."""
         is_elementwise = group.get("dense") == "elementwise"
-        return ADAM_RULES[False][bias.uses_per_row(group)] if is_elementwise else None
+        return adam.RULES[False][adam.uses_per_row(group)] if is_elementwise else None
 
 
 @document_args(like=RowwiseAdam)

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim import _bias_correction as bias
+from sparsestep.optim import adam
 from sparsestep.optim._docs import document_args
 from sparsestep.optim.functional import (
     FunctionalOptimizer,
@@ -34,7 +34,7 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    correction: bias.BiasCorrection,
+    correction: adam.BiasCorrection,
     betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -47,12 +47,12 @@ def update(
 
 
 def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> Betas:
-    size, root = bias.global_correction(step, hyperparams["lr"], hyperparams["betas"])
+    size, root = adam.global_correction(step, hyperparams["lr"], hyperparams["betas"])
     return size * root, 1.0
 
 
-_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=_idle_step_size)
-RULES = bias.rules_with_bias_correction("sparse_adam", update, bias.MOMENTS, _IDLE)
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, size=_idle_step_size)
+RULES = adam.rules_with_bias_correction("sparse_adam", update, adam.MOMENTS, _IDLE)
 
 
 @document_args()
@@ -119,7 +119,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return RULES[bias.uses_per_row(group)]
+        return RULES[adam.uses_per_row(group)]
 
 
 @document_args(like=SparseAdam)

@@ -21,8 +21,7 @@ from sparsestep.memory import tensors as parameters
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, INTEGER_DTYPES, memory_of
-from sparsestep.rules.constraint import RowConstraint
-from sparsestep.rules.options import as_float, uses_random_rounding
+from sparsestep.rules.options import RowConstraint, as_float, uses_random_rounding
 from sparsestep.rules.rule import Rule, StateSpec
 
 _COUNTS = {*FLOAT_DTYPES, *INTEGER_DTYPES}

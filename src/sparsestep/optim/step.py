@@ -11,16 +11,14 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from sparsestep._process import uninterrupted
-from sparsestep._torch import cat, coo_indices, disable_compiler, profiler_range
+from sparsestep._torch import cat, disable_compiler, profiler_range
 from sparsestep.deferred.rows import StepCatchUp
 from sparsestep.engines import EngineDispatcher, new_native_engine, rounding
-from sparsestep.engines.base import GroupSettings, ParamUpdate
-from sparsestep.engines.finishing import finish
+from sparsestep.engines.base import GroupSettings, ParamUpdate, finish
 from sparsestep.engines.native import TracedGroup, can_run_dense
 from sparsestep.engines.torch_fused import TorchFusedEngine
 from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
-from sparsestep.grads.compact import materialize
 from sparsestep.grads.exchange import source_of
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import (
@@ -29,6 +27,8 @@ from sparsestep.grads.layouts import (
     classify,
     indexed_grad,
     local_grad,
+    rows_of,
+    slots_to_rows,
     to_row_slots,
 )
 from sparsestep.memory import tensors as parameters
@@ -62,32 +62,9 @@ def reserve_rows(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]
     return True
 
 
-def rows_of(param: Tensor, grad: Any) -> list[Tensor | None]:
-    """Return the rows of a sparse gradient's entries, part by part; ``None`` for all rows."""
-    layout = classify(grad)
-    if layout is GradLayout.COMPACT:
-        return [_slots_to_rows(param, each.indices, each.num_slots) for each in grad.local_parts()]
-    if layout is GradLayout.STRIDED:
-        return [None]
-    if layout is not GradLayout.COO or grad.shape != param.shape or grad.device != param.device:
-        return []  # the core declines it
-    return [each.contiguous() for each in coo_indices(materialize(grad))[:1]]
-
-
 def reserve_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGrad) -> None:
     """Reserve and mark the rows that an engine has claimed."""
-    about_to_write(param, state, _slots_to_rows(param, gradient.indices, gradient.num_slots))
-
-
-def _slots_to_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | None:
-    if positions is None or not param.dim():
-        return None
-    positions = positions.reshape(-1).long()
-    if not len(param):
-        return positions.new_empty(0)
-    if slots != len(param):
-        positions = positions.div(max(1, slots // len(param)), rounding_mode="floor")
-    return positions.contiguous()
+    about_to_write(param, state, slots_to_rows(param, gradient.indices, gradient.num_slots))
 
 
 def to_local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradient]:
