@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,10 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
+from sparsestep.optim.optimizer import RuleOptimizer, kernel_of
 from sparsestep.rules.idle import AdamDrift, IdleUpdate
 from sparsestep.rules.options import Betas, BiasCorrectionMode, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
@@ -211,8 +210,12 @@ class Adam(RuleOptimizer, Optimizer):
     """
 
     foreach_supports_tensor_lr = False  # unless capturable
-    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
+    group_options = (*RuleOptimizer.group_options, "bias_correction")
+    torch_kernel = staticmethod(
+        kernel_of(torch_adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", tensor_betas=True)
+    )
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -222,35 +225,15 @@ class Adam(RuleOptimizer, Optimizer):
         weight_decay: float = 0,
         amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         bias_correction: BiasCorrectionMode = "global",
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults, bias_correction=bias_correction, **shared)
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Run torch's own kernel on dense gradients."""
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        run_torch_kernel(torch_adam, batch, *names, tensor_betas=True)
+    ) -> None: ...
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
@@ -296,5 +279,4 @@ class FunctionalAdam(
     """:class:`sparsestep.Adam` for gradients that you pass yourself."""
 
     @signature_from(Adam)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import adam
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules.idle import AdamDrift
@@ -151,6 +151,7 @@ class NAdam(RuleOptimizer, Optimizer):
 
     rule = RULE
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -161,25 +162,12 @@ class NAdam(RuleOptimizer, Optimizer):
         momentum_decay: float = 4e-3,
         decoupled_weight_decay: bool = False,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum_decay": momentum_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, defaults, **shared)
+    ) -> None: ...
 
     @staticmethod
     def torch_kernel(batch: DenseBatch) -> None:
@@ -238,5 +226,4 @@ class FunctionalNAdam(FunctionalOptimizer, optimizer=NAdam):
     """:class:`sparsestep.NAdam` for gradients that you pass yourself."""
 
     @signature_from(NAdam)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

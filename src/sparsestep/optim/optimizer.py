@@ -84,6 +84,13 @@ def run_torch_kernel(
     )
 
 
+def kernel_of(
+    function: Callable[..., None], *state: str, tensor_betas: bool = False
+) -> Callable[[DenseBatch], None]:
+    """Return the ``torch_kernel`` of an optimizer class; arguments as for ``run_torch_kernel``."""
+    return lambda batch: run_torch_kernel(function, batch, *state, tensor_betas=tensor_betas)
+
+
 @lru_cache
 def _argument_names(function: Callable[..., None]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
@@ -129,6 +136,8 @@ class RuleOptimizer(_Base):
     """Whether ``state["step"]`` is a tensor; ``torch.optim.SparseAdam`` keeps an int."""
     foreach_supports_tensor_lr: ClassVar[bool] = True
     """Whether torch's foreach kernel takes tensors for ``lr`` and ``betas``."""
+    has_initial_state: ClassVar[bool] = False
+    """Whether the state is created with the optimizer, as ``torch.optim.Adagrad`` does."""
     supports_complex: ClassVar[bool] = True
     always_decoupled: ClassVar[bool] = False
 
@@ -167,6 +176,8 @@ class RuleOptimizer(_Base):
         # type(optimizer)(params, **optimizer.defaults) recreates the optimizer.
         super().__init__(params, {**defaults, **self._optimizer_options()})
         self._complete_on_demand()
+        if self.has_initial_state:
+            self.materialize_state()
 
     def _optimizer_options(self) -> dict[str, Any]:
         """Return the options of the optimizer, not of its groups, that are not the defaults."""
@@ -342,7 +353,7 @@ class RuleOptimizer(_Base):
 
     @staticmethod
     def torch_kernel(batch: DenseBatch, /) -> None:
-        """Run torch's own kernel on dense gradients; see ``run_torch_kernel``."""
+        """Run torch's own kernel on dense gradients; see ``kernel_of``."""
         raise NotImplementedError
 
     @classmethod

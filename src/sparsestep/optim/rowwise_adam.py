@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import adam
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
@@ -113,13 +113,14 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
 
-    group_options: ClassVar[tuple[str, ...]] = (
+    group_options = (
         *RuleOptimizer.group_options,
         "bias_correction",
         "decoupled_weight_decay",
         "dense",
     )
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -133,22 +134,7 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         bias_correction: BiasCorrectionMode = "global",
         dense: DenseMode = "rowwise",
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(
-            params,
-            defaults,
-            decoupled_weight_decay=decoupled_weight_decay,
-            bias_correction=bias_correction,
-            dense=dense,
-            **shared,
-        )
+    ) -> None: ...
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
@@ -204,5 +190,4 @@ class FunctionalRowwiseAdam(FunctionalOptimizer, optimizer=RowwiseAdam):
     """:class:`sparsestep.RowwiseAdam` for gradients that you pass yourself."""
 
     @signature_from(RowwiseAdam)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import adam
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import (
     FunctionalOptimizer,
     FunctionOptions,
@@ -94,9 +94,10 @@ class SparseAdam(RuleOptimizer, Optimizer):
     """
 
     step_is_tensor = False
-    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
+    group_options = (*RuleOptimizer.group_options, "bias_correction")
     supports_complex = False
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -107,9 +108,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
         *,
         bias_correction: BiasCorrectionMode = "global",
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
-        super().__init__(params, defaults, bias_correction=bias_correction, **shared)
+    ) -> None: ...
 
     @classmethod
     def check_options(cls, group: dict[str, Any]) -> None:
@@ -160,5 +159,4 @@ class FunctionalSparseAdam(FunctionalOptimizer, optimizer=SparseAdam):
     """:class:`sparsestep.SparseAdam` for gradients that you pass yourself."""
 
     @signature_from(SparseAdam)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...
