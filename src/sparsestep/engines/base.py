@@ -119,16 +119,6 @@ def finish(calls: Iterable[Callable[[], object]]) -> None:
     for a few small objects at most, such as Python's view of a scalar. If that cannot be had, the
     reserve is released and the call repeated. They are made in advance, so that nothing else is
     left to allocate.
-
-    Example:
-        >>> attempts = []
-        >>> def call():
-        ...     attempts.append("attempt")
-        ...     if len(attempts) < 3:
-        ...         raise MemoryError
-        >>> finish([call])
-        >>> len(attempts)
-        3
     """
     finish_steps(calls, _INVOKE)
 
@@ -164,12 +154,7 @@ def finish_steps(subjects: Iterable[Subject], steps: Sequence[Callable[[Subject]
 
 
 def certain(call: Callable[[], Result]) -> Result:
-    """Return the result of a call that ``finish`` could make: where other ranks rely on it.
-
-    Example:
-        >>> certain(lambda: 3)
-        3
-    """
+    """Return the result of a call that ``finish`` could make: where other ranks rely on it."""
     found: list[Result] = []
     finish((lambda: found.append(call()),))
     return found[0]

@@ -52,12 +52,7 @@ class GradLayout(enum.Enum):
 
 
 def classify(grad: object) -> GradLayout:
-    """Return the layout of a gradient; that of its contents for a materialized CompactGrad.
-
-    Example:
-        >>> classify(torch.zeros(2)).name, classify(torch.zeros(2).to_sparse()).name
-        ('STRIDED', 'COO')
-    """
+    """Return the layout of a gradient; that of its contents for a materialized CompactGrad."""
     if isinstance(grad, IndexedGrad):
         return GradLayout.INDEXED
     if isinstance(grad, MaskedTensor):  # first: its is_sparse is a method, hence true

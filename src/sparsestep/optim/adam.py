@@ -39,24 +39,14 @@ ROW_STEP = StateSpec("row_step", per_row=True, dtype=torch.float32)
 
 
 class BiasCorrection(NamedTuple):
-    """What a formula corrects its averages with: numbers, or columns with one for each row.
+    """What a formula corrects its averages with: numbers, or columns with one for each row."""
 
-    Attributes:
-        step_size: ``lr / (1 - beta1^t)``.
-        root: ``sqrt(1 - beta2^t)``.
-    """
-
-    step_size: Any
-    root: Any
+    step_size: Any  # lr / (1 - beta1^t)
+    root: Any  # sqrt(1 - beta2^t)
 
 
 def global_correction(step: int, lr: float, betas: Betas) -> BiasCorrection:
-    """By the number of the parameter's steps.
-
-    Example:
-        >>> global_correction(1, 0.5, (0.5, 0.75))
-        BiasCorrection(step_size=1.0, root=0.5)
-    """
+    """By the number of the parameter's steps."""
     beta1, beta2 = betas
     return BiasCorrection(lr / (1 - beta1**step), math.sqrt(1 - beta2**step))
 

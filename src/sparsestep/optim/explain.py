@@ -184,12 +184,6 @@ def looks_like_embedding(grad: Gradient) -> bool:
     """Return whether a gradient is dense, large, and zero in most rows, but not in all.
 
     It reads a sample of the rows. Only where that is zero, it reads the whole gradient.
-
-    Example:
-        >>> table, layer = torch.nn.Embedding(20_000, 32), torch.nn.Linear(32, 20_000)
-        >>> layer(table(torch.tensor([1, 19_999]))).sum().backward()
-        >>> looks_like_embedding(table.weight.grad), looks_like_embedding(layer.weight.grad)
-        (True, False)
     """
     if not _may_be_embedding(grad):
         return False
@@ -203,13 +197,6 @@ def looks_penalized(param: Tensor, grad: Gradient) -> bool:
     """Return whether a dense, large gradient is the same multiple of the parameter in most rows.
 
     That is the gradient of an L2 penalty in rows without any other. It reads a sample of the rows.
-
-    Example:
-        >>> table = torch.nn.Embedding(20_000, 32, sparse=True)
-        >>> penalty = 1e-4 * table.weight.square().sum()
-        >>> (table(torch.tensor([1, 19_999])).sum() + penalty).backward()
-        >>> looks_penalized(table.weight, table.weight.grad)
-        True
     """
     if not _may_be_embedding(grad) or param.shape != grad.shape:
         return False
@@ -266,14 +253,7 @@ class RowCounts(NamedTuple):
 
 
 def count_rows(param: Tensor, selection: MaskSelection | None) -> RowCounts:
-    """Count what the gradient of a parameter updates, from its indices alone.
-
-    Example:
-        >>> table = torch.nn.Embedding(10, 4, sparse=True)
-        >>> table(torch.tensor([2, 7, 2])).sum().backward()
-        >>> count_rows(table.weight, None)
-        RowCounts(rows=10, entries=3, touched=2)
-    """
+    """Count what the gradient of a parameter updates, from its indices alone."""
     memory = memory_of(param)
     rows = len(memory) if memory.dim() else 1
     row_mask = None if selection is None or selection.mask.dim() != 1 else selection

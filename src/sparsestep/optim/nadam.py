@@ -38,10 +38,6 @@ def momentum_product(
     """The product of the momentum of all steps so far; 0 if it no longer matters.
 
     Torch has it in a float32 tensor, so it is rounded after each step.
-
-    Example:
-        >>> momentum_product(2, 0.5, 0.0)
-        0.0625
     """
     known = _known_products(beta1, momentum_decay, dtype)
     for i in range(len(known), step + 1):
@@ -60,12 +56,7 @@ def _known_products(beta1: float, momentum_decay: float, dtype: torch.dtype) -> 
 def step_sizes(
     step: int, lr: float, betas: Betas, momentum_decay: float
 ) -> tuple[float, float, float]:
-    """How far a step goes along the gradient and along its average; the root of the correction.
-
-    Example:
-        >>> step_sizes(1, 1.0, (0.5, 0.75), 0.0)
-        (1.0, 0.26666666666666666, 0.5)
-    """
+    """How far a step goes along the gradient and along its average; the root of the correction."""
     now, following = (momentum(i, betas[0], momentum_decay) for i in (step, step + 1))
     product = momentum_product(step, betas[0], momentum_decay)
     along_grad = lr * (1 - now) / (1 - product)

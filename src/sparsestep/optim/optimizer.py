@@ -35,7 +35,7 @@ from sparsestep.engines.native import CachedPlan, replay_step
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, memory_errors, message
 from sparsestep.grads import masks
-from sparsestep.grads.exchange import GradExchange, GradSource, grad_sources, sources_of
+from sparsestep.grads.exchange import GradExchange, grad_sources, sources_of
 from sparsestep.memory.mapped_file import (
     RowWrites,
     about_to_write,
@@ -60,6 +60,8 @@ from sparsestep.rules.rule import Rule
 # PyKEEN) collects subclasses of ``Optimizer`` and skips those from another package than their
 # base, so with ``Optimizer`` as base here our Adam would be registered as a second "adam".
 if TYPE_CHECKING:
+    from sparsestep.distributed.grads import ShardedGradSource
+
     _Base = Optimizer
 else:
     _Base = object
@@ -434,7 +436,7 @@ class RuleOptimizer(_Base):
                 self.store.huge_pages.move(self.iterations)
         return loss
 
-    def _step_together(self, sources: Sequence[GradSource]) -> None:
+    def _step_together(self, sources: Sequence[ShardedGradSource]) -> None:
         """Step with tables that ranks share: all ranks prepare, then all commit, or none does."""
         plan: Step | None = None
 

@@ -19,7 +19,6 @@ from sparsestep.engines.base import GroupSettings
 from sparsestep.engines.native import CachedPlan
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
-from sparsestep.grads.exchange import GradSource
 from sparsestep.optim.state import packs_by
 from sparsestep.rules import options
 from sparsestep.rules._derive_idle import unsupported_message
@@ -27,6 +26,7 @@ from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
 
 if TYPE_CHECKING:
+    from sparsestep.distributed.grads import ShardedGradSource
     from sparsestep.optim.optimizer import RuleOptimizer
 
 ParamGroup = dict[str, Any]
@@ -243,7 +243,7 @@ def _check_dense_semantics(rule: Rule, group: ParamGroup, *, coupled: bool, left
 _LOCAL_OPTIONS = {"mask", "foreach", "fused", "capturable", "differentiable"}
 
 
-def options_for_ranks(optimizer: RuleOptimizer, source: GradSource) -> dict[str, str]:
+def options_for_ranks(optimizer: RuleOptimizer, source: ShardedGradSource) -> dict[str, str]:
     """Describe how an optimizer trains the tables of a source, for comparison across ranks.
 
     Param groups without such a table do not count: a rank may have parameters of its own.

@@ -20,12 +20,7 @@ from sparsestep.rules.rule import Rule
 
 
 def rectified(step: int, lr: float, betas: Betas) -> tuple[float, bool]:
-    """The size of a step, and whether it divides by the root of the second moment.
-
-    Example:
-        >>> rectified(1, 0.5, (0.5, 0.75))
-        (1.0, False)
-    """
+    """The size of a step, and whether it divides by the root of the second moment."""
     size, root = adam.global_correction(step, lr, betas)
     left = betas[1] ** step
     rho_inf = 2 / (1 - betas[1]) - 1

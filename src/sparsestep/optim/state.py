@@ -343,19 +343,14 @@ def grow_tensor(name: str, tensor: Tensor, keep: int, rows: int, value: float) -
 
 
 class StateStore:
-    """The memory of an optimizer's parameters and their state.
-
-    Attributes:
-        addresses: by ``id(param)``, the parameter (kept alive so the id stays unique) and the data
-            pointers that passed the write check. The core reads and compares them.
-        layouts: by parameter, the mask whose kept elements its state has, in order.
-        huge_pages: tensors that wait for huge pages.
-    """
+    """The memory of an optimizer's parameters and their state."""
 
     def __init__(self) -> None:
+        # By ``id(param)``: the parameter (kept alive so the id stays unique) and the data pointers
+        # that passed the write check. The core reads and compares them.
         self.addresses: dict[int, tuple[Any, ...]] = {}
-        self.layouts: dict[Tensor, PackedMask] = {}
-        self.huge_pages: HugePages = HugePages()
+        self.layouts: dict[Tensor, PackedMask] = {}  # the mask whose kept elements a state has
+        self.huge_pages: HugePages = HugePages()  # tensors that wait for huge pages
 
     def check_writable(
         self,
@@ -415,12 +410,7 @@ class StateStore:
 
 
 def check_rows(name: str, rows: Tensor, param: Tensor) -> Tensor:
-    """Return row indices of a parameter as int64 of one dim; raise if they are none.
-
-    Example:
-        >>> check_rows("rows", torch.tensor([[2], [0]], dtype=torch.uint8), torch.zeros(3, 4))
-        tensor([2, 0])
-    """
+    """Return row indices of a parameter as int64 of one dim; raise if they are none."""
     if not isinstance(rows, Tensor) or rows.dtype not in INTEGER_DTYPES:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(message("rows must be an integer tensor", got))

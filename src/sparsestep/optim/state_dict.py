@@ -21,17 +21,11 @@ if TYPE_CHECKING:
 
 
 class LoadedState(NamedTuple):
-    """What is about to be loaded.
+    """What is about to be loaded."""
 
-    Attributes:
-        missing: for each param group the options that the checkpoint does not know.
-        state: each parameter's, copied, in the dtype that it has here.
-        layouts: the masks of parameters whose state is packed.
-    """
-
-    missing: list[ParamGroup]
-    state: list[tuple[Tensor, dict[str, Any]]]
-    layouts: dict[Tensor, masks.PackedMask]
+    missing: list[ParamGroup]  # for each param group, options that the checkpoint does not know
+    state: list[tuple[Tensor, dict[str, Any]]]  # copied, in the dtype that it has here
+    layouts: dict[Tensor, masks.PackedMask]  # of parameters whose state is packed
 
 
 def read_state_dict(

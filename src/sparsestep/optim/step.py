@@ -203,11 +203,7 @@ def engine_views(
 
 
 class Step:
-    """The work of one step.
-
-    Attributes:
-        duplicates: (group, parameter) of parameters that were given more than once.
-    """
+    """The work of one step."""
 
     def __init__(self, optimizer: RuleOptimizer, traced: Sequence[TracedGroup] = ()) -> None:
         self._optimizer = optimizer
@@ -225,7 +221,7 @@ class Step:
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
         self._params_before = 0  # in the groups that were added so far
         self._calls: list[Callable[[], object]] = []  # of the commit, after engines have written
-        self.duplicates: list[tuple[int, int]] = []
+        self.duplicates: list[tuple[int, int]] = []  # (group, parameter) that were seen before
 
     def add_group(
         self,
