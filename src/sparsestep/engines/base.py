@@ -1,4 +1,4 @@
-"""What engines are given: updates, which they claim, prepare and commit.
+"""The input of engines: updates, which they claim, prepare and commit.
 
 An engine *claims* the updates that it can run. It *prepares* them: everything that can raise,
 raises here, for all engines, before anything is written. Then it *commits*. Atomicity follows from

@@ -77,7 +77,7 @@ class ReferenceEngine:
         return not self._updates
 
     def prepare(self) -> None:
-        """Compute, from the values as they are now."""
+        """Compute the new values from the current ones."""
         if not self._updates:
             return
         shared = overlapping(self._params())

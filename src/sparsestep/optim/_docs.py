@@ -1,4 +1,4 @@
-"""What a signature says once: constructors, and the ``Args`` section of docstrings."""
+"""Constructors and ``Args`` sections, made from signatures and the table of options."""
 
 from __future__ import annotations
 

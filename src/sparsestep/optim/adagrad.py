@@ -19,16 +19,13 @@ from sparsestep.rules.options import SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
-def _step_size(step: int, lr: float, lr_decay: float) -> float:
-    return lr / (1 + (step - 1) * lr_decay)
-
-
 def update(
     param: Tensor, grad: Tensor, sum: Tensor, *, step: int, lr: float, lr_decay: float, eps: float
 ) -> tuple[Tensor, Tensor]:
     """One step of Adagrad."""
     sum = sum + grad * grad
-    return param - _step_size(step, lr, lr_decay) * grad / (sum.sqrt() + eps), sum
+    step_size = lr / (1 + (step - 1) * lr_decay)
+    return param - step_size * grad / (sum.sqrt() + eps), sum
 
 
 _SUM = StateSpec("sum", "initial_accumulator_value", int8_format="unsigned")

@@ -39,7 +39,7 @@ ROW_STEP = StateSpec("row_step", per_row=True, dtype=torch.float32)
 
 
 class BiasCorrection(NamedTuple):
-    """What a formula corrects its averages with: numbers, or columns with one for each row."""
+    """Factors of the bias correction: numbers, or columns with one for each row."""
 
     step_size: Any  # lr / (1 - beta1^t)
     root: Any  # sqrt(1 - beta2^t)
@@ -52,12 +52,12 @@ def global_correction(step: int, lr: float, betas: Betas) -> BiasCorrection:
 
 
 def step_size(step: int, hyperparams: Mapping[str, Any]) -> BiasCorrection:
-    """How far an idle row moves, for an ``IdleUpdate``."""
+    """Return the size of an idle row's step, for an ``IdleUpdate``."""
     return global_correction(step, hyperparams["lr"], hyperparams["betas"])
 
 
 def decays(hyperparams: Mapping[str, Any]) -> dict[str, float]:
-    """How the averages of an idle row decay, for an ``IdleUpdate``."""
+    """Return the decay of an idle row's averages, for an ``IdleUpdate``."""
     return dict(zip(("exp_avg", "exp_avg_sq"), hyperparams["betas"], strict=True))
 
 

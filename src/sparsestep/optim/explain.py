@@ -75,7 +75,7 @@ class Explanation:
 
 
 def _list_names(names: list[str]) -> str:
-    """Return names as a list; the table above has all of them."""
+    """Return the first names as a list; the table above has all."""
     shown = ", ".join(names[:_MAX_NAMES])
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 

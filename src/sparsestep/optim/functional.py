@@ -161,7 +161,7 @@ class WeightDecay(TypedDict, total=False):
 
 
 class DecayOptions(FunctionOptions, WeightDecay, total=False):
-    """Those of a function with both kinds of weight decay."""
+    """The keyword arguments of a function with both kinds of weight decay."""
 
 
 def apply_(

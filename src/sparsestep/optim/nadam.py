@@ -56,7 +56,7 @@ def _known_products(beta1: float, momentum_decay: float, dtype: torch.dtype) -> 
 def step_sizes(
     step: int, lr: float, betas: Betas, momentum_decay: float
 ) -> tuple[float, float, float]:
-    """How far a step goes along the gradient and along its average; the root of the correction."""
+    """Return the step sizes along gradient and average, and the root of the correction."""
     now, following = (momentum(i, betas[0], momentum_decay) for i in (step, step + 1))
     product = momentum_product(step, betas[0], momentum_decay)
     along_grad = lr * (1 - now) / (1 - product)

@@ -221,7 +221,7 @@ class RuleOptimizer(_Base):
                 self.check_values(param_group)
                 self.check_params(group_index, param_group)
                 rule, is_dense = self.stored_rule_for(param_group), self.semantics == "dense"
-                if is_dense:  # what has no such form is refused
+                if is_dense:  # refuses rules without an idle update
                     settings = self.groups.read(self, group_index, param_group)
                     if settings.rule.idle_update is None:
                         derive_idle_update(settings.rule, 1, settings.hyperparams)
@@ -421,13 +421,11 @@ class RuleOptimizer(_Base):
                 # A rank that stops in the middle of an exchange keeps the others waiting.
                 uninterrupted(lambda: self._step_together(sources))
             else:
-                plan, store = cached_plan, self.store
-                if plan is None or not (
-                    replay_dense_step(
-                        self.param_groups, plan, self.state, store.addresses, self.deferred
-                    )
+                groups, addresses = self.param_groups, self.store.addresses
+                if cached_plan is None or not (
+                    replay_dense_step(groups, cached_plan, self.state, addresses, self.deferred)
                     if is_dense
-                    else replay_step(self.param_groups, plan, self.state, store.addresses)
+                    else replay_step(groups, cached_plan, self.state, addresses)
                 ):
                     self._plan_step()
             if mapped_files:
@@ -650,9 +648,7 @@ class RuleOptimizer(_Base):
                     continue
                 rule, packed = self.stored_rule_for(group, param), self._packed_mask(group, param)
                 made = states.new_state(rule, memory_of(param), group, dtype, packed)
-                param_state = states.new_param_state(
-                    group, rule, param, made, step_is_tensor=self.step_is_tensor
-                )
+                param_state = states.new_param_state(self, group, rule, param, made)
                 if param_state:
                     self.store.set_layout(param, packed)
                     self.state[param] = param_state
@@ -661,8 +657,7 @@ class RuleOptimizer(_Base):
         """Return the layout that new state of a parameter has."""
         listed = masks.per_param(group.get("mask"), group["params"])
         found = next(m for m, each in zip(listed, group["params"], strict=True) if each is param)
-        packs = found is not None and states.packs_by(found, param, group, self.engine)
-        return masks.PackedMask.of(found) if found is not None and packs else None
+        return states.packed_layout(found, param, group, self.engine)
 
     def _complete_on_demand(self) -> None:
         """Have torch's checkpoints find state for every parameter."""
@@ -672,7 +667,7 @@ class RuleOptimizer(_Base):
     def complete_state(self) -> None:
         """Create missing state of parameters that require a gradient, for a checkpoint."""
         self._materialize(lambda param: param.requires_grad)
-        if len(self.state):  # a parameter that needs no state has an empty one beside others
+        if len(self.state):  # among others, a parameter that needs no state has an empty one
             for param in self.params():
                 self.state[param]
 
@@ -870,9 +865,7 @@ class RuleOptimizer(_Base):
             remedy = "Leave that unchanged, and pass a new one"
             raise InputError(message(requirement, "the same tensor", remedy))
         mask = None if mask is None else mask.detach().clone()
-        packed = None
-        if mask is not None and states.packs_by(mask, param, group, self.engine):
-            packed = masks.PackedMask.of(mask)
+        packed = states.packed_layout(mask, param, group, self.engine)
         calls: list[Callable[[], object]] = []
         if layout is not None or packed is not None:
             calls = self._prepare_layout(param, layout, packed, old, mask)
@@ -929,17 +922,10 @@ class RuleOptimizer(_Base):
             return
         if mapped_files:
             about_to_write(param, tensors, rows)
-        elements = changed.reshape(-1).nonzero().squeeze(1).to("cpu")
         for tensor, value in zip(as_real_rows(memory_of(param), tensors)[1], values, strict=True):
-            if tensor.is_contiguous():
-                flat = tensor.view(changed.numel(), -1)
-                fresh = torch.full((1, flat.shape[1]), value, dtype=tensor.dtype, device="cpu")
-                writes.add(flat, elements, fresh)
-            else:  # whole rows, since elements have no common distance
-                reset = changed if tensor.dim() == changed.dim() else changed.unsqueeze(-1)
-                rows = rows.to(tensor.device)
-                fresh = tensor[rows].masked_fill(reset[rows], value).contiguous()
-                writes.add(tensor, rows.to("cpu"), fresh)
+            reset = changed if tensor.dim() == changed.dim() else changed.unsqueeze(-1)
+            at = rows.to(tensor.device)
+            writes.add(tensor, rows, tensor[at].masked_fill(reset[at], value).contiguous())
 
     def prepare_grow(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
         """Create the state of a parameter for more rows, of which the first ``keep`` keep theirs.

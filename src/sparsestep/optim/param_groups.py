@@ -1,4 +1,4 @@
-"""How an optimizer reads its param groups.
+"""Param groups, as the steps of an optimizer read them.
 
 You may change any option between two steps, so groups are compared in every step. Usually nothing
 has changed, and the settings of the last step are used again.
@@ -56,7 +56,7 @@ class ParamGroups:
     def settings(
         self, optimizer: RuleOptimizer, group_index: int, group: ParamGroup
     ) -> GroupSettings:
-        """What a param group says about its updates, now."""
+        """Return the settings of a param group, cached until an option changes."""
         values = tuple(group.values())
         known = self._settings.get(group_index)
         if known is not None and len(values) == len(known[0]) and all(map(is_, values, known[0])):
@@ -94,11 +94,7 @@ class ParamGroups:
 
     @staticmethod
     def read(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> GroupSettings:
-        """Read it, whatever is known already.
-
-        Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
-        gradients are being applied, it is too late to.
-        """
+        """Read a group without the cache; raises if its formula, kernel or semantics refuse it."""
         optimizer.check_group(group)
         rule, elementwise = optimizer.stored_rules_for(group)
         settings = _read_settings(optimizer, group_index, group, rule)
@@ -122,7 +118,7 @@ class ParamGroups:
             masks.check_masks(given, params, by_row=by_row)
             before = {id(p): selection for p, selection in zip(made_for, known, strict=True)}
             known = [
-                None if mask is None else _reuse_selection(before.get(id(param)), param, mask)
+                None if mask is None else _select(before.get(id(param)), param, mask)
                 for param, mask in zip(params, masks.per_param(given, params), strict=True)
             ]
             self._selections[group_index] = (tuple(params), known)
@@ -145,10 +141,11 @@ def _read_settings(
 ) -> GroupSettings:
     # One-element tensors may be changed in place, so they are read in every step.
     own = optimizer.formula_options
-    hyperparams = {
-        name: group[name] if name in own else options.as_floats(_get(group, name))
-        for name in rule.hyperparam_names
-    }
+    hyperparams: dict[str, Any] = {}
+    for name in rule.hyperparam_names:
+        # Some options only the element-wise rule has: the neutral value then.
+        value = group[name] if name in group else options.NO_OP_VALUES[name][0]
+        hyperparams[name] = value if name in own else options.as_floats(value)
     lr = group.get("lr", 0.0)
     if isinstance(lr, Tensor) and lr.numel() == 1 and "lr" in hyperparams:
         lr = hyperparams["lr"] = lr.item()
@@ -183,14 +180,7 @@ def _read_settings(
     return settings
 
 
-def _get(group: ParamGroup, name: str) -> Any:
-    """Return an option; the neutral value of one that only the element-wise rule has."""
-    return group[name] if name in group else options.NO_OP_VALUES[name][0]
-
-
-def _reuse_selection(
-    before: masks.MaskSelection | None, param: Tensor, mask: Tensor
-) -> masks.MaskSelection:
+def _select(before: masks.MaskSelection | None, param: Tensor, mask: Tensor) -> masks.MaskSelection:
     if before is not None and before.mask is mask and before.shape == param.shape:
         return before
     return masks.MaskSelection(mask, param.shape)

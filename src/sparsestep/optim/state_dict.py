@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LoadedState(NamedTuple):
-    """What is about to be loaded."""
+    """A checkpoint, read and checked."""
 
     missing: list[ParamGroup]  # for each param group, options that the checkpoint does not know
     state: list[tuple[Tensor, dict[str, Any]]]  # copied, in the dtype that it has here
@@ -57,22 +57,14 @@ def read_state_dict(
             if key not in saved["state"]:
                 continue
             with error_prefix(describe_param(who, group, group_index, index)):
-                replaced = optimizer.state.get(param) or {}
                 param_state, packed = _read_param_state(
-                    optimizer,
-                    known,
-                    param,
-                    saved["state"][key],
-                    replaced,
-                    listed[index],
-                    copy=copy,
+                    optimizer, known, param, saved["state"][key], listed[index], copy=copy
                 )
             if packed is not None:
                 found.layouts[param] = packed
             if param_state.get("step") is not None:
-                param_state["step"] = states.new_step(
-                    known, param, int(param_state["step"]), is_tensor=optimizer.step_is_tensor
-                )
+                count = int(param_state["step"])
+                param_state["step"] = states.new_step(optimizer, known, param, count)
             found.state.append((param, param_state))
     return found
 
@@ -129,7 +121,6 @@ def _read_param_state(
     group: ParamGroup,
     param: Tensor,
     saved: Any,
-    replaced: Mapping[str, Any],
     mask: Tensor | None,
     *,
     copy: bool,
@@ -139,11 +130,8 @@ def _read_param_state(
     if not saved:
         return {}, None
     packed = None if mask is None or mask.dim() <= 1 else masks.PackedMask.of(mask.cpu())
-    wanted = (
-        packed
-        if mask is not None and states.packs_by(mask, param, group, optimizer.engine)
-        else None
-    )
+    packs = mask is not None and states.packs_by(mask, param, group, optimizer.engine)
+    wanted = packed if packs else None
     rule = optimizer.stored_rule_for(group, param, saved)
     given, saved = saved if copy else {}, convert_saved(rule, _to_strided(param, saved))
     for spec in rule.state:
@@ -157,13 +145,14 @@ def _read_param_state(
                 (saved[spec.name],) = states.relayout([value], first, param.shape, layout, wanted)
     if rule.counts_steps or saved.get("step") is not None:
         _check_step(saved)
+    replaced = optimizer.state.get(param) or {}
     loaded = states.convert_loaded(rule, param, saved, group.get("state_dtype"), given, replaced)
     return loaded, wanted
 
 
 def _to_strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Saved state without sparse tensors: torch's SGD may have some, and what masks let move."""
-    shapes = (param.shape, param.shape[:1])  # what does not fit is refused as it is
+    shapes = (param.shape, param.shape[:1])  # any other is refused later
     return {
         name: strided(f"its state {name!r}", value)
         if isinstance(value, Tensor) and value.shape in shapes
@@ -225,7 +214,7 @@ def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any]
 def masked_state(
     optimizer: RuleOptimizer, *, packed: bool
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield the state of parameters with a mask: as it is, and as a checkpoint has it."""
+    """Yield the state of parameters with a mask, and its form in a checkpoint."""
     for group in optimizer.param_groups:
         listed = masks.per_param(group.get("mask"), group["params"])
         for param, mask in zip(group["params"], listed, strict=True):

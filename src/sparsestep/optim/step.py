@@ -106,7 +106,7 @@ def new_update(
         states.check_step(rule, param_state)
         layout = optimizer.store.layout_of(rule, param, param_state)
         tensors = states.check_state(rule, memory, param_state, layout)
-        if tensors and not _same_layout(layout, packed):
+        if tensors and layout is not packed and (layout is None or not layout.same_as(packed)):
             tensors = states.replace_layout(rule, group, tensors, memory.shape, layout, packed)
             param_state = {**param_state, **dict(zip(rule.state_names, tensors, strict=True))}
     optimizer.store.check_writable(
@@ -122,10 +122,6 @@ def new_update(
     )
     update.packed = packed
     return update
-
-
-def _same_layout(one: masks.PackedMask | None, other: masks.PackedMask | None) -> bool:
-    return one is other or (one is not None and one.same_as(other))
 
 
 def _settings_of_param(
@@ -517,7 +513,8 @@ class Step:
         optimizer, param_state, group = self._optimizer, update.param_state, update.group
         if param_state is None:
             assert update.state is not None
-            param_state = _new_param_state(optimizer, update)
+            rule = update.settings.rule
+            param_state = states.new_param_state(optimizer, group, rule, update.key, update.state)
             if param_state:  # as with torch's SGD, nothing may show that the parameter is known
                 self._enter(optimizer.state, update.key, param_state)
         count = param_state.get("step")
@@ -526,9 +523,7 @@ class Step:
         elif count is not None:
             self._calls.append(partial(param_state.__setitem__, "step", update.step))
         elif update.seed is not None:  # a state that came without a count
-            count = states.new_step(
-                group, update.param, update.step, is_tensor=optimizer.step_is_tensor
-            )
+            count = states.new_step(optimizer, group, update.param, update.step)
             self._enter(param_state, "step", count)
 
 
@@ -536,22 +531,11 @@ _uncompiled_run = disable_compiler(Step.run)
 
 
 def _first_param_state(optimizer: RuleOptimizer, update: ParamUpdate) -> dict[str, Any]:
-    settings = update.settings
-    update.state = states.new_state(settings.rule, update.param, update.group, settings.state_dtype)
+    group, rule = update.group, update.settings.rule
+    update.state = states.new_state(rule, update.param, group, update.settings.state_dtype)
     if mapped_files:
         reserve_checked(update.param, update.state, update.indexed)
-    return _new_param_state(optimizer, update)
-
-
-def _new_param_state(optimizer: RuleOptimizer, update: ParamUpdate) -> dict[str, Any]:
-    assert update.state is not None
-    return states.new_param_state(
-        update.group,
-        update.settings.rule,
-        update.key,
-        update.state,
-        step_is_tensor=optimizer.step_is_tensor,
-    )
+    return states.new_param_state(optimizer, group, rule, update.key, update.state)
 
 
 _state_dtype = partial(states.state_dtype_for, StateSpec("any"))

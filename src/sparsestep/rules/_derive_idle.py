@@ -263,7 +263,7 @@ class NoClosedFormError(Exception):
 
 
 class IdleForm(NamedTuple):
-    """What a step does to an entry whose gradient is zero."""
+    """The effect of a step on an entry whose gradient is zero."""
 
     kind: type[IdleUpdate]
     decays: Mapping[str, float]  # factors of the states, but for those that stay

@@ -1,10 +1,9 @@
-"""What a rule does to entries whose gradient is zero, for ``semantics="dense"``.
+"""Idle updates: the update of entries whose gradient is zero, for ``semantics="dense"``.
 
-A rule declares it as one of the classes below. In every step without a gradient each of its state
-tensors decays by a constant factor or stays, decoupled weight decay shrinks the parameter, and the
-class says how the parameter moves besides. All steps that a row skipped are applied at once, given
-as ``MissedSteps``, in torch operations. The C++ counterpart, in
-``native/kernels/idle.h``, does the same.
+A rule declares its idle update as one of the classes below. In every step without a gradient, each
+state tensor decays by a constant factor or stays, decoupled weight decay shrinks the parameter, and
+the class adds a move of the parameter. All ``MissedSteps`` of a row are applied at once, in torch
+operations. The C++ counterpart is ``native/kernels/idle.h``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 Hyperparams = Mapping[str, Any]
 
-# What an average whose sign counts never becomes smaller than; usually the smallest normal number.
+# The least magnitude of an average whose sign counts; usually the smallest normal number.
 _MIN_MAGNITUDE = {torch.float16: 2.0**-24}
 
 
@@ -46,7 +45,7 @@ class IdleUpdate:
     decays: Callable[[Hyperparams], Mapping[str, float]] = _no_decay
     # The size of a step, and the root that ``AdamDrift`` divides by.
     size: Callable[[int, Hyperparams], tuple[float, float]] = _zero_step
-    # What the formula itself leaves of the parameter, besides decoupled weight decay; None: all.
+    # The factor of the parameter in the formula, besides decoupled weight decay; None: 1.
     shrink: Callable[[int, Hyperparams], float] | None = None
     eps: Callable[[Hyperparams], float] = _get_eps  # what ``AdamDrift`` adds to the root
     fits: Callable[[int, Hyperparams], bool] | None = None  # whether a step has this form
@@ -60,23 +59,23 @@ class IdleUpdate:
     recomputes: ClassVar[bool] = False
 
     def ratio(self, decays: Mapping[str, float]) -> float:
-        """By what the terms of its series shrink from step to step; zero without a series."""
+        """Return the ratio of successive terms of its series; zero without a series."""
         return 0.0
 
     def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
-        """Where the parameter is after the steps missed; it and its state are in float64."""
+        """Return the parameter after the missed steps; it and its state are float64."""
         raise NotImplementedError
 
     def decay(self, name: str, old: Tensor, skipped: MissedSteps, dtype: torch.dtype) -> Tensor:
-        """What a state is after the steps missed, if it is stored as ``dtype``."""
+        """Return a state after the missed steps, which is stored as ``dtype``."""
         return old * skipped.what_is_left(name) if name in skipped.decays else old
 
     def has_moved(self, skipped: MissedSteps) -> Tensor | bool:
-        """Which rows it has moved, of those that ever had a gradient; all where no sum tells."""
+        """Return which rows have moved, of those with a gradient before; all if not known."""
         return skipped.sums[0] != 0 if skipped.converges else True
 
     def is_stale(self, skipped: MissedSteps, before: Tensor, after: Tensor) -> Tensor:
-        """Which rows were not where they should have been."""
+        """Return which rows were out of date."""
         return (skipped.shrink != 1) | skipped.had_gradient & self.has_moved(skipped)
 
 
@@ -102,7 +101,7 @@ class GeometricDrift(IdleUpdate):
     native: str = "geometric"
 
     def ratio(self, decays: Mapping[str, float]) -> float:
-        """That of the buffer."""
+        """Return the buffer's decay."""
         return decays.get(self.buffer, 1.0)
 
     def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
@@ -139,7 +138,7 @@ class SignDrift(IdleUpdate):
         return torch.where(new.abs() < least, old.sign() * least, new)
 
     def has_moved(self, skipped: MissedSteps) -> Tensor:
-        """Where any step had a size."""
+        """Return where any step had a size."""
         return skipped.total_size() != 0
 
 
@@ -214,7 +213,7 @@ class RecomputeFromState(IdleUpdate):
         )
 
     def is_stale(self, skipped: MissedSteps, before: Tensor, after: Tensor) -> Tensor:
-        """Where it differs by more than a rounding, of bfloat16."""
+        """Return where it differs by more than a rounding of bfloat16."""
         return ((after - before).abs() > after.abs() / 256).any(dim=1, keepdim=True)
 
 

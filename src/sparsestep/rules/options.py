@@ -24,17 +24,17 @@ from sparsestep.memory.tensors import FLOAT_DTYPES
 
 Betas: TypeAlias = tuple[float, float]
 
-# Who computes. "auto" takes the core where it can; all agree to the last places.
+# The engine. "auto" prefers the core; results agree to the last places.
 EngineName: TypeAlias = Literal["auto", "native", "reference", "triton"]
 
-# What an entry means that a gradient does not hold. "masked": it is not updated. "dense": its
+# The meaning of an entry that a gradient lacks. "masked": it is not updated. "dense": its
 # gradient is zero, so momentum and decoupled decay go on, when the row is next needed.
 Semantics: TypeAlias = Literal["masked", "dense"]
 
-# Whose updates Adam's bias correction counts: those of the parameter, or those of each row.
+# Adam's bias correction counts the updates of the parameter, or those of each row.
 BiasCorrectionMode: TypeAlias = Literal["global", "per_row"]
 
-# Which formula updates a parameter whose gradients are dense: that of rows, or that of elements.
+# The formula for parameters with dense gradients: row-wise or element-wise.
 DenseMode: TypeAlias = Literal["rowwise", "elementwise"]
 
 # A schedule that ends at zero may end just below: LinearLR(end_factor=0) does.

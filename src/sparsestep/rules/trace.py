@@ -31,7 +31,7 @@ Argument: TypeAlias = int | ConstantRef
 
 
 class Operation(NamedTuple):
-    """What makes a value."""
+    """An operation of a program, which computes a value."""
 
     name: str  # ``"input"``, or one of ``OPERATIONS``
     arguments: tuple[Argument, ...]  # of an input none
@@ -45,7 +45,7 @@ def values_in(arguments: Iterable[Argument]) -> list[int]:
 
 @dataclass
 class Program:
-    """What a formula does.
+    """A formula as a straight-line program.
 
     Example:
         >>> def update(param, grad, sum, *, lr):
@@ -237,7 +237,7 @@ class Tracer:
         return id(self)
 
 
-# What a formula calls, in terms of the operations there are
+# Functions that formulas call, in terms of ``OPERATIONS``
 
 _ALIASES = {
     **{"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div"},
