@@ -1,5 +1,5 @@
 // Row constraints: an updated row whose 2-norm is too large, or not one, is rescaled.
-// src/sparsestep/rules/constraint.py has the same in torch operations.
+// src/sparsestep/rules/options.py has the same in torch operations.
 //
 // Internal linkage throughout: see types.h.
 #pragma once

@@ -141,7 +141,7 @@ bool is_direct(const TensorView& view, bool in_double) {
     return view.element_stride == 1 && view.dtype == (in_double ? Dtype::float64 : Dtype::float32);
 }
 
-// See rules/constraint.py.
+// See rules/options.py.
 RowConstraint read_constraint(const std::optional<nb::tuple>& from) {
     if (!from) return {};
     return {nb::cast<double>((*from)[0]), nb::cast<double>((*from)[1])};

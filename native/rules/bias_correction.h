@@ -1,6 +1,6 @@
 // How Adam's running averages are corrected for their start at zero: with the number of the
 // parameter's step, or, per row, with the row's own count of updates.
-// The Python twin is src/sparsestep/optim/_bias_correction.py.
+// The Python twin is src/sparsestep/optim/adam.py.
 #pragma once
 
 #include "rules/math.h"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.engines import finishing, replay
+from sparsestep.engines import base, replay
 from sparsestep.engines import torch_fused as torch_kernels
 from sparsestep.engines.replay import CannotReplayError, Recording, Replay, pieces
 from tests.table import COUNTERPARTS, same_bits, saved_state
@@ -117,7 +117,7 @@ def test_pieces_of_tensors_that_lie_apart():
 
 
 def test_what_fails_for_good_is_raised(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(finishing, "_MOST_FAILURES", 3)
+    monkeypatch.setattr(base, "_MOST_FAILURES", 3)
     attempts = []
 
     def call() -> None:
@@ -125,7 +125,7 @@ def test_what_fails_for_good_is_raised(monkeypatch: pytest.MonkeyPatch):
         raise MemoryError("nothing left")
 
     with pytest.raises(MemoryError, match="nothing left"):
-        finishing.finish([call])
+        base.finish([call])
     assert len(attempts) == 4
 
 

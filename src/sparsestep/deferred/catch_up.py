@@ -14,7 +14,7 @@ from sparsestep._native import ext, isa
 from sparsestep._process import uninterrupted
 from sparsestep._torch import disable_compiler
 from sparsestep.deferred.history import StepHistory
-from sparsestep.engines.finishing import finish, reserve
+from sparsestep.engines.base import finish, reserve
 from sparsestep.rules.rule import Rule
 
 _IDLE_UPDATES = ext.idle_updates() if ext else []

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from sparsestep._native import ext
-from sparsestep.engines.finishing import finish
-from sparsestep.rules.constraint import RowConstraint
+from sparsestep.engines.base import finish
 from sparsestep.rules.idle import AdamDrift, IdleUpdate, SignDrift
+from sparsestep.rules.options import RowConstraint
 
 # Terms below this, relative to the first, are left out.
 _NEGLIGIBLE = 1e-18

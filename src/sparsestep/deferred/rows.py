@@ -21,8 +21,7 @@ from sparsestep._torch import version_of
 from sparsestep.deferred import history as histories
 from sparsestep.deferred.catch_up import catch_up_native, catch_up_reference
 from sparsestep.deferred.history import StepHistory
-from sparsestep.engines.base import GroupSettings, ParamUpdate
-from sparsestep.engines.finishing import finish, reserve
+from sparsestep.engines.base import GroupSettings, ParamUpdate, finish, reserve
 from sparsestep.engines.native import CachedPlan
 from sparsestep.errors import InputError, SlowWarning, StaleWarning, message, warn_once
 from sparsestep.grads import masks

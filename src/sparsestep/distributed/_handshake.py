@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsestep.distributed.collectives import Collectives, describe_failure, status_of
-from sparsestep.engines.finishing import certain
+from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, is_out_of_memory, message
 
 if TYPE_CHECKING:

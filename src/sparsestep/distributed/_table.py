@@ -17,7 +17,7 @@ from sparsestep._torch import is_watched
 from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus, Status, handshake
 from sparsestep.distributed.collectives import Collectives
 from sparsestep.distributed.placement import EmbeddingModule, Placement
-from sparsestep.engines.finishing import certain
+from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.memory.mapped_file import has_mapped_memory

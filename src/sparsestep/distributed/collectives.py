@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsestep._native import ext
 from sparsestep._torch import group_timeout, stack
-from sparsestep.engines.finishing import certain
+from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, is_out_of_memory
 
 if TYPE_CHECKING:

@@ -26,12 +26,11 @@ from sparsestep.distributed._table import (
 )
 from sparsestep.distributed.collectives import Caught, Collectives, Sections
 from sparsestep.distributed.lookup import sum_duplicates
-from sparsestep.engines.finishing import certain
+from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, message
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
 from sparsestep.grads.exchange import (
-    GradUndo,
     PendingGrad,
     dense_grad_error,
     register,
@@ -69,8 +68,8 @@ class ShardedGradSource(TableGroup):
         self,
         facts: Facts,
         error: BaseException | None = None,
-        skipped: GradUndo | None = None,
-    ) -> GradUndo:
+        skipped: ExchangedGrads | None = None,
+    ) -> ExchangedGrads:
         """Exchange all pending gradients; ranks have to agree before any of them uses these."""
         world_size, tables = self.collectives.world_size, self.tables
         status, counts = self.status(ExchangeKind.EXCHANGE_GRADS), None

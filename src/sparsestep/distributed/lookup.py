@@ -33,7 +33,7 @@ from sparsestep.distributed.placement import (
     split_by_owner,
     unique_ids,
 )
-from sparsestep.engines.finishing import certain
+from sparsestep.engines.base import certain
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import PendingGrad
 from sparsestep.grads.indexed import IndexedGrad

@@ -30,7 +30,7 @@ from sparsestep.distributed.lookup import (
 )
 from sparsestep.distributed.placement import Placement
 from sparsestep.distributed.plan import Plan, TableSize, choose_placements, resolve_name
-from sparsestep.engines.finishing import certain
+from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, message
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.fuse import reason_not_fusible

@@ -15,8 +15,7 @@ from torch import Tensor
 from sparsestep import _native
 from sparsestep._process import uninterrupted
 from sparsestep._torch import disable_compiler
-from sparsestep.engines.base import ParamUpdate
-from sparsestep.engines.finishing import reserve
+from sparsestep.engines.base import ParamUpdate, reserve
 from sparsestep.engines.native import NativeEngine
 from sparsestep.engines.reference import ReferenceEngine
 from sparsestep.engines.triton import TritonEngine, check_available

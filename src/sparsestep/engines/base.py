@@ -1,4 +1,4 @@
-"""What engines are given: updates, which they claim, prepare and commit.
+"""The input of engines: updates, which they claim, prepare and commit.
 
 An engine *claims* the updates that it can run. It *prepares* them: everything that can raise,
 raises here, for all engines, before anything is written. Then it *commits*. Atomicity follows from
@@ -7,9 +7,10 @@ the phases: only commit writes, and commit cannot raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import methodcaller
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from sparsestep.errors import InputError, message, usable
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import Gradient
 from sparsestep.grads.masks import PackedMask
-from sparsestep.rules.constraint import RowConstraint
+from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
+
+Result = TypeVar("Result")
+Subject = TypeVar("Subject")
 
 
 @dataclass(slots=True)
@@ -91,3 +95,66 @@ class ParamUpdate:
         """Return an error that names the parameter."""
         error = type(why) if isinstance(why, InputError) else InputError
         return error(f"{self.settings.describe_param(self.index)}: {why}")
+
+
+# Calls of a commit, which complete even when memory runs out.
+
+# Memory that is given back when an allocation fails, so that the small ones that are needed to
+# complete a commit succeed. Blocks of this size come from the heap, not from pages of their own.
+_BLOCKS, _BLOCK_BYTES = 8, 1 << 15
+_reserve: list[bytearray] = []
+_MOST_FAILURES = 1000
+
+
+def reserve() -> None:
+    """Allocate the reserve of ``finish``; call it in prepare, since it may raise."""
+    while len(_reserve) < _BLOCKS:
+        _reserve.append(bytearray(_BLOCK_BYTES))
+
+
+def finish(calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls, in order, each until it succeeds.
+
+    Every call must either raise and have done nothing, or be harmless to repeat. Calls need memory
+    for a few small objects at most, such as Python's view of a scalar. If that cannot be had, the
+    reserve is released and the call repeated. They are made in advance, so that nothing else is
+    left to allocate.
+    """
+    finish_steps(calls, _INVOKE)
+
+
+_INVOKE = (methodcaller("__call__"),)
+_END: Any = object()
+
+
+def finish_steps(subjects: Iterable[Subject], steps: Sequence[Callable[[Subject], object]]) -> None:
+    """Take all steps with each subject, in order, each step until it succeeds; see ``finish``."""
+    remaining = iter(subjects)
+    left: Iterator[Callable[[Subject], object]] = iter(())
+    subject: Any = None
+    step: Callable[[Subject], object] | None = None
+    failures = 0
+    while True:
+        try:
+            if step is None:
+                step = next(left, None)
+                if step is None:
+                    left = iter(steps)
+                    subject = next(remaining, _END)
+                    if subject is _END:
+                        return
+                    continue
+            step(subject)
+            step = None
+        except (MemoryError, RuntimeError):  # torch reports failed allocations as either
+            if failures >= _MOST_FAILURES:
+                raise
+            failures += 1
+            _reserve.clear()
+
+
+def certain(call: Callable[[], Result]) -> Result:
+    """Return the result of a call that ``finish`` could make: where other ranks rely on it."""
+    found: list[Result] = []
+    finish((lambda: found.append(call()),))
+    return found[0]

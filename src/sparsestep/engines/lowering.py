@@ -300,7 +300,7 @@ class _Lowering:
         ):
             raise TraceError("it is too long, or has too much state, for the core")
 
-    # What depends on what
+    # Dependencies
 
     def _find_levels(self) -> list[int]:
         """For each value, the number of row reductions it depends on: its phase."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.engines import rounding
-from sparsestep.engines.base import ParamUpdate
-from sparsestep.engines.finishing import certain, finish
+from sparsestep.engines.base import ParamUpdate, certain, finish
 from sparsestep.errors import InputError
 from sparsestep.grads.dedup import sum_duplicates
 from sparsestep.memory.tensors import HALF_DTYPES, overlapping
@@ -78,7 +77,7 @@ class ReferenceEngine:
         return not self._updates
 
     def prepare(self) -> None:
-        """Compute, from the values as they are now."""
+        """Compute the new values from the current ones."""
         if not self._updates:
             return
         shared = overlapping(self._params())

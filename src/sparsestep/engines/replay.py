@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparsestep.engines.finishing import finish_steps
+from sparsestep.engines.base import finish_steps
 from sparsestep.memory.tensors import lie_alike
 
 # Elements of a piece, per thread: enough to hide Python's overhead.
@@ -266,13 +266,7 @@ def _into(
 
 
 def pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
-    """Split tensors of one shape alike into parts of at most so many elements, or single rows.
-
-    Example:
-        >>> table = torch.arange(6).view(3, 2)
-        >>> [[part.tolist() for part in parts] for parts in pieces([table, -table], 4)]
-        [[[0, 1, 2, 3], [0, -1, -2, -3]], [[4, 5], [-4, -5]]]
-    """
+    """Split tensors of one shape alike into parts of at most so many elements, or single rows."""
     first = tensors[0]
     count = first.numel()
     if all(tensor.is_contiguous() for tensor in tensors):

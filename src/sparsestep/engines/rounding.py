@@ -48,12 +48,7 @@ def _splitmix64(key: int) -> int:
 
 
 def step_seed(seed: int, param_index: int, step: int) -> int:
-    """Return the seed of one update of one parameter.
-
-    Example:
-        >>> step_seed(0, 0, 1) != step_seed(0, 1, 1) != step_seed(0, 1, 2)
-        True
-    """
+    """Return the seed of one update of one parameter."""
     return _splitmix64(_splitmix64(_splitmix64(seed & _LONG) + param_index & _LONG) + step & _LONG)
 
 
@@ -73,13 +68,7 @@ _STARTS, _APART, _TILE = 64, 16, 512
 
 
 def int8_random_bits(seed: int, tensor: int, rows: Tensor, block: int) -> Tensor:
-    """Return 20 random bits, in int64, for each element of rows, as ``int8.h`` makes them.
-
-    Example:
-        >>> found = int8_random_bits(seed=1, tensor=0, rows=torch.arange(1000), block=8) / 2**20
-        >>> round(found.mean().item(), 1), round(found.std().item(), 1)
-        (0.5, 0.3)
-    """
+    """Return 20 random bits, in int64, for each element of rows, as ``int8.h`` makes them."""
     table = random_bits(0, 0, torch.arange(_STARTS * _APART + _TILE, device=rows.device)) >> 12
     tiles = -(-block // _TILE)
     columns = torch.arange(block, device=rows.device)
@@ -88,15 +77,7 @@ def int8_random_bits(seed: int, tensor: int, rows: Tensor, block: int) -> Tensor
 
 
 def round_stochastic(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Round values to half precision by the random bits.
-
-    Example:
-        >>> third = torch.full((3000,), 1 + 2**-7 / 3)
-        >>> bits = random_bits(seed=1, tensor=0, elements=torch.arange(3000))
-        >>> up = round_stochastic(third, torch.bfloat16, bits) > 1
-        >>> round(up.float().mean().item(), 2)
-        0.33
-    """
+    """Round values to half precision by the random bits."""
     values = values.float()
     word = values.view(torch.int32).long() & _WORD
     if dtype == torch.bfloat16:

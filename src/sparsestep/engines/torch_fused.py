@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from sparsestep._torch import capturable_devices, check_fused
-from sparsestep.engines.base import ParamUpdate
-from sparsestep.engines.finishing import finish
+from sparsestep.engines.base import ParamUpdate, finish
 from sparsestep.engines.replay import (
     PIECE,
     CannotReplayError,

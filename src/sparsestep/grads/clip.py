@@ -10,7 +10,7 @@ import functools
 import types
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,10 +35,13 @@ from sparsestep.grads.compact import (
     norm_equivalent,
 )
 from sparsestep.grads.dedup import sum_duplicates
-from sparsestep.grads.exchange import GradSource, exchange_grads, sources_of
+from sparsestep.grads.exchange import exchange_grads, sources_of
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import GradLayout, classify, stored_mask
 from sparsestep.memory.tensors import has_internal_overlap
+
+if TYPE_CHECKING:
+    from sparsestep.distributed.grads import ShardedGradSource
 
 
 @torch.no_grad()
@@ -239,7 +242,7 @@ def _clamp(named: _NamedGrad, bound: float) -> Tensor | None:
 
 def _norm_over_ranks(
     grads: Sequence[_NamedGrad],
-    sources: Sequence[GradSource],
+    sources: Sequence[ShardedGradSource],
     norm_type: float,
     foreach: bool | None,
 ) -> Tensor:

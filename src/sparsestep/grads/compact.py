@@ -15,7 +15,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -36,13 +36,15 @@ from sparsestep._torch import (
 from sparsestep.errors import InputError, message
 from sparsestep.grads.dedup import iter_sums, norm_of_sums, slot_norms
 from sparsestep.grads.exchange import (
-    GradSource,
     PendingGrad,
     UnscaledValues,
     dense_grad_error,
     exchange_grad_of,
 )
 from sparsestep.grads.indexed import IndexedGrad
+
+if TYPE_CHECKING:
+    from sparsestep.distributed.grads import ShardedGradSource
 
 # Names of functions that write their first argument.
 _IN_PLACE = re.compile(r"(__i(add|sub|mul|truediv|floordiv|mod|pow)__|[a-z_0-9]*[a-z0-9]_)(\.\w+)?")
@@ -112,7 +114,7 @@ class CompactGrad(Tensor):
 
     parts: tuple[Any, ...]
     materialized: Tensor | None  # the ordinary gradient, once it has become one
-    source: ref[GradSource] | None = None  # of a sharded table's gradient
+    source: ref[ShardedGradSource] | None = None  # of a sharded table's gradient
     is_sharded: bool = False  # whether other ranks have other rows of it
 
     @staticmethod

@@ -22,16 +22,7 @@ _NATIVE_ORDERS = {1.0: 1, 2.0: 2, math.inf: 3}  # as in native/core/types.h
 def iter_sums(
     grad: IndexedGrad, elements: int = _CHUNK_ELEMENTS
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the unique slots in ascending order with their sums, in chunks of so many elements.
-
-    Example:
-        >>> bag = torch.tensor([0, 0, 1])
-        >>> grad = IndexedGrad(torch.tensor([3, 1, 3]), torch.tensor([[1.0], [2.0]]), 5, 1, bag)
-        >>> for slots, total in iter_sums(grad, elements=1):
-        ...     print(slots.tolist(), total.tolist())
-        [1] [[1.0]]
-        [3] [[3.0]]
-    """
+    """Yield the unique slots in ascending order with their sums, in chunks of so many elements."""
     if grad.values.is_complex():
         for slots, total in iter_sums(grad.view_as_real(), 2 * elements):
             yield slots, torch.view_as_complex(total.reshape(len(total), grad.slot_size, 2))
@@ -114,12 +105,6 @@ def sum_duplicates(grad: IndexedGrad) -> tuple[Tensor | None, Tensor]:
     """Return the unique slots in ascending order and the sum of the values of each.
 
     Without indices, every slot comes once: ``None``, and the values.
-
-    Example:
-        >>> values = torch.tensor([[1.0], [2.0], [4.0]])
-        >>> sum_duplicates(IndexedGrad(torch.tensor([3, 1, 3]), values, 5, 1))
-        (tensor([1, 3]), tensor([[2.],
-                [5.]]))
     """
     if grad.indices is None:
         return None, grad.values.reshape(grad.num_slots, grad.slot_size)

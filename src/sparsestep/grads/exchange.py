@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torch import Tensor
@@ -18,53 +18,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from sparsestep._torch import foreach_unscale_, without_torch_function
 from sparsestep.errors import InputError, message
 
+if TYPE_CHECKING:
+    from sparsestep.distributed.grads import ExchangedGrads, ShardedGradSource
+
 Facts = Mapping[str, str]
-
-
-class GradUndo(Protocol):
-    """The result of an exchange, which can be undone until all processes agree."""
-
-    error: BaseException | None  # why this process could not use what it has received
-    is_agreed: bool  # no process had a gradient to send, and all were ready for what follows
-
-    def undo(self) -> None:
-        """Restore the gradients that parameters had before."""
-
-
-class GradSource(Protocol):
-    """Exchanges the gradients of sharded parameters; methods without ``param`` are collectives."""
-
-    index: int  # in the order in which sources were made, which is that of all processes
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether other processes cannot be reached any more."""
-
-    def skip_exchange(self) -> GradUndo | None:
-        """Prepare gradients as if no process had a pending one; ``None`` if this one has."""
-
-    def exchange_grads(
-        self, facts: Facts, error: BaseException | None, skipped: GradUndo | None = None
-    ) -> GradUndo:
-        """Exchange pending gradients. Raises in all processes if errors or facts differ.
-
-        ``skipped`` is returned if no process has any.
-        """
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raise in every process if one has an error."""
-
-    def all_ranks_norm(self, norm: Tensor, order: float) -> Tensor:
-        """The norm of the norms of all processes."""
-
-    def name_of(self, param: Tensor) -> str | None:
-        """The name of a parameter in messages; ``None`` if it is not one of this source's."""
-
-    def is_sharded(self, param: Tensor) -> bool:
-        """Whether other processes have other rows of the parameter; if not, they have a copy."""
-
-    def row_layout(self, param: Tensor) -> tuple[int, int]:
-        """Row stride and offset of this process's shard."""
 
 
 class PendingGrad(NamedTuple):
@@ -80,32 +37,32 @@ _sources: Any = WeakTensorKeyDictionary()
 grad_sources: dict[Any, Any] = _sources.data
 
 
-def register(param: Tensor, source: GradSource) -> None:
+def register(param: Tensor, source: ShardedGradSource) -> None:
     """Let a source exchange the gradient of a parameter."""
     _sources[param] = ref(source, _purge)
 
 
-def _purge(dead: ref[GradSource]) -> None:
+def _purge(dead: ref[ShardedGradSource]) -> None:
     """Remove the parameters of a source that was deleted."""
     if grad_sources:
         for param in [param for param, source in _sources.items() if source is dead]:
             del _sources[param]
 
 
-def source_of(param: Tensor) -> GradSource | None:
+def source_of(param: Tensor) -> ShardedGradSource | None:
     """The gradient source of a parameter; ``None`` for an ordinary one."""
     found = _sources.get(param) if grad_sources else None
     return None if found is None else found()
 
 
-def sources_of(params: Iterable[Tensor]) -> list[GradSource]:
+def sources_of(params: Iterable[Tensor]) -> list[ShardedGradSource]:
     """The gradient sources of parameters, in the order of all processes."""
     if not grad_sources:
         return []
     return _in_order(map(source_of, params))
 
 
-def _in_order(sources: Iterable[GradSource | None]) -> list[GradSource]:
+def _in_order(sources: Iterable[ShardedGradSource | None]) -> list[ShardedGradSource]:
     found = {id(source): source for source in sources if source is not None}
     return sorted(found.values(), key=lambda source: source.index)
 
@@ -123,12 +80,12 @@ class GradExchange:
 
     def __init__(
         self,
-        sources: Sequence[GradSource],
-        facts: Callable[[GradSource], Facts],
+        sources: Sequence[ShardedGradSource],
+        facts: Callable[[ShardedGradSource], Facts],
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        self._undos: list[GradUndo] = []
-        self._exchanged: list[tuple[GradSource, GradUndo]] = []
+        self._undos: list[ExchangedGrads] = []
+        self._exchanged: list[tuple[ShardedGradSource, ExchangedGrads]] = []
         self.error: BaseException | None = None  # the first one
         skipped = self._skip(sources[0], prepare) if prepare and len(sources) == 1 else None
         for source in sources:
@@ -140,8 +97,10 @@ class GradExchange:
             except BaseException as raised:
                 self._fail(source, raised)
 
-    def _skip(self, source: GradSource, prepare: Callable[[], None]) -> GradUndo | None:
-        skipped: GradUndo | None = None
+    def _skip(
+        self, source: ShardedGradSource, prepare: Callable[[], None]
+    ) -> ExchangedGrads | None:
+        skipped: ExchangedGrads | None = None
         try:
             skipped = source.skip_exchange()
             if skipped is not None:
@@ -170,7 +129,7 @@ class GradExchange:
             self._undo()
             raise self.error
 
-    def _fail(self, source: GradSource, error: BaseException) -> None:
+    def _fail(self, source: ShardedGradSource, error: BaseException) -> None:
         self.error = self.error or error
         if source.is_lost:
             self._undo()
@@ -194,10 +153,10 @@ class UnscaledValues(Tensor):
     If it finds an infinity in those of one process, all processes must skip the step.
     """
 
-    source: ref[GradSource]
+    source: ref[ShardedGradSource]
 
     @staticmethod
-    def of(values: Tensor, source: ref[GradSource]) -> Tensor:
+    def of(values: Tensor, source: ref[ShardedGradSource]) -> Tensor:
         """The same values, of a gradient that came from there."""
         made = values.as_subclass(UnscaledValues)
         made.source = source

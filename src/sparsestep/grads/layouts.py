@@ -17,7 +17,7 @@ from torch.masked import MaskedTensor
 from sparsestep._native import ext
 from sparsestep._torch import coo_indices, coo_values, is_zerotensor
 from sparsestep.errors import InputError, RangeError, message
-from sparsestep.grads.compact import CompactGrad
+from sparsestep.grads.compact import CompactGrad, materialize
 from sparsestep.grads.dedup import merge_slots
 from sparsestep.grads.indexed import IndexedGrad, check_indices
 from sparsestep.memory.tensors import (
@@ -52,12 +52,7 @@ class GradLayout(enum.Enum):
 
 
 def classify(grad: object) -> GradLayout:
-    """Return the layout of a gradient; that of its contents for a materialized CompactGrad.
-
-    Example:
-        >>> classify(torch.zeros(2)).name, classify(torch.zeros(2).to_sparse()).name
-        ('STRIDED', 'COO')
-    """
+    """Return the layout of a gradient; that of its contents for a materialized CompactGrad."""
     if isinstance(grad, IndexedGrad):
         return GradLayout.INDEXED
     if isinstance(grad, MaskedTensor):  # first: its is_sparse is a method, hence true
@@ -201,6 +196,30 @@ def local_grad(param: DTensor, grad: Any, *, row_slots: bool) -> Any:
         remedy = "Call redistribute() on it"
         raise InputError(message(f"{requirement}, {param.placements}", grad.placements, remedy))
     return memory_of(grad)
+
+
+def rows_of(param: Tensor, grad: Any) -> list[Tensor | None]:
+    """Return the rows of a sparse gradient's entries, part by part; ``None`` for all rows."""
+    layout = classify(grad)
+    if layout is GradLayout.COMPACT:
+        return [slots_to_rows(param, each.indices, each.num_slots) for each in grad.local_parts()]
+    if layout is GradLayout.STRIDED:
+        return [None]
+    if layout is not GradLayout.COO or grad.shape != param.shape or grad.device != param.device:
+        return []  # the core declines it
+    return [each.contiguous() for each in coo_indices(materialize(grad))[:1]]
+
+
+def slots_to_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | None:
+    """Return the row of each of some slots, in one dim; ``None`` for all rows."""
+    if positions is None or not param.dim():
+        return None
+    positions = positions.reshape(-1).long()
+    if not len(param):
+        return positions.new_empty(0)
+    if slots != len(param):
+        positions = positions.div(max(1, slots // len(param)), rounding_mode="floor")
+    return positions.contiguous()
 
 
 # COO

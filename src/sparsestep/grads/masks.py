@@ -84,29 +84,16 @@ def over_elements(mask: Tensor, shape: torch.Size) -> Tensor:
 
 
 class PackedMask(NamedTuple):
-    """A mask over elements at one time, and the layout of state that has only what it keeps.
+    """A mask over elements at one time, and the layout of state that has only what it keeps."""
 
-    Attributes:
-        words: int64, a bit for each element, in order.
-        ranks: int64, the number of kept elements before each eight words; the core reads it.
-        kept: the number of kept elements.
-        shape: the shape of the mask.
-    """
-
-    words: Tensor
-    ranks: Tensor
-    kept: int
-    shape: torch.Size
+    words: Tensor  # int64, a bit for each element, in order
+    ranks: Tensor  # int64, the number of kept elements before each eight words, for the core
+    kept: int  # the number of kept elements
+    shape: torch.Size  # of the mask
 
     @classmethod
     def of(cls, mask: Tensor) -> PackedMask:
-        """Read a mask.
-
-        Example:
-            >>> packed = PackedMask.of(torch.tensor([[True, False], [False, True]]))
-            >>> packed.words.tolist(), packed.kept, packed.indices().tolist()
-            ([9], 2, [0, 3])
-        """
+        """Read a mask."""
         flat = mask.detach().reshape(-1)
         count = -(-flat.numel() // 64)
         device = mask.device  # not the default device, which may be another
@@ -153,19 +140,13 @@ SelectedSlots = tuple[Tensor, int, torch.Size]
 
 
 class MaskSelection:
-    """What a mask selects, cached until the mask's version changes.
-
-    Attributes:
-        mask: the mask.
-        shape: the shape of the parameter that it was checked against.
-        version: the mask's version when it was read.
-        native: the selection as the native core reads it.
-    """
+    """What a mask selects, cached until the mask's version changes."""
 
     def __init__(self, mask: Tensor, shape: torch.Size) -> None:
-        self.version: int | None = None
+        self.version: int | None = None  # of the mask when it was read
         self.mask = mask
-        self.shape = shape
+        self.shape = shape  # of the parameter that it was checked against
+        # The selection as the native core reads it.
         self.native: SelectedSlots | PackedMask = (torch.empty(0).long(), 0, shape)
 
     def refresh(self, *, packs: bool = False) -> MaskSelection:

@@ -1,4 +1,4 @@
-"""The ``Args`` section of docstrings, from signatures and the table of options."""
+"""Constructors and ``Args`` sections, made from signatures and the table of options."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args, get_type_hints
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
+from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.options import GROUP_DEFAULTS, OPTIMIZER_OPTIONS, OPTIONS
 
+P = ParamSpec("P")
 T = TypeVar("T", bound=Callable[..., Any])
 
 # Arguments that are no options of a param group.
@@ -39,6 +42,25 @@ _UNUSED_STEP = "the number of this update; the formula does not use it."
 _TORCH_ONLY = "an option of torch's class; only the default is supported."
 
 _SECTION = re.compile(r"^Args:\n((?:    .*\n)*)\n", re.MULTILINE)
+
+
+def passes_options(declared: Callable[P, None]) -> Callable[P, None]:
+    """Turn a signature into a constructor that passes its arguments to ``RuleOptimizer``.
+
+    Options in ``group_options`` are keys of a param group only if they are set, all others always.
+    The declared function is called first: Python checks the arguments, and it may check values.
+    """
+    _, _, *own, _ = inspect.signature(declared).parameters.values()
+    defaults = {option.name: option.default for option in own}
+
+    @wraps(declared)
+    def construct(self: Any, params: Any, *args: Any, **options: Any) -> None:
+        declared(self, params, *args, **options)
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **options}
+        always = {name: given.pop(name) for name in defaults if name not in self.group_options}
+        RuleOptimizer.__init__(self, params, always, **given)
+
+    return construct  # type: ignore[return-value]
 
 
 def document_args(like: type | None = None) -> Callable[[T], T]:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.adagrad import adagrad as torch_adagrad
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
+from sparsestep.optim.optimizer import RuleOptimizer, kernel_of
 from sparsestep.rules.idle import NoDrift
 from sparsestep.rules.options import SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
-
-
-def _step_size(step: int, lr: float, lr_decay: float) -> float:
-    return lr / (1 + (step - 1) * lr_decay)
 
 
 def update(
@@ -29,7 +24,8 @@ def update(
 ) -> tuple[Tensor, Tensor]:
     """One step of Adagrad."""
     sum = sum + grad * grad
-    return param - _step_size(step, lr, lr_decay) * grad / (sum.sqrt() + eps), sum
+    step_size = lr / (1 + (step - 1) * lr_decay)
+    return param - step_size * grad / (sum.sqrt() + eps), sum
 
 
 _SUM = StateSpec("sum", "initial_accumulator_value", int8_format="unsigned")
@@ -70,11 +66,11 @@ class Adagrad(RuleOptimizer, Optimizer):
     """
 
     rule = RULE
-    group_options: ClassVar[tuple[str, ...]] = (
-        *RuleOptimizer.group_options,
-        "decoupled_weight_decay",
-    )
+    has_initial_state = True
+    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
+    torch_kernel = staticmethod(kernel_of(torch_adagrad, "sum"))
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -90,25 +86,7 @@ class Adagrad(RuleOptimizer, Optimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "foreach": foreach,
-            "maximize": maximize,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **shared)
-        self.materialize_state()
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Run torch's own kernel on dense gradients."""
-        run_torch_kernel(torch_adagrad, batch, "sum")
+    ) -> None: ...
 
 
 @document_args(like=Adagrad)
@@ -155,5 +133,4 @@ class FunctionalAdagrad(
     """:class:`sparsestep.Adagrad` for gradients that you pass yourself."""
 
     @signature_from(Adagrad)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

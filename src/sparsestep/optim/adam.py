@@ -1,9 +1,19 @@
-"""Adam, with AMSGrad, as ``torch.optim`` has it, for every kind of gradient."""
+"""Adam, with AMSGrad, as ``torch.optim`` has it, for every kind of gradient.
+
+Other optimizers of the family share the running averages and their bias correction. The averages
+begin at zero, so after ``t`` updates they hold only ``1 - beta^t`` of what they should. Torch
+counts the parameter's steps. A row of an embedding that is first seen at step 2001 then counts as
+long corrected and moves almost three times as far as the first rows did; with
+``bias_correction="per_row"`` each row counts its own updates. The native kernel is
+``native/rules/bias_correction.h``.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,15 +21,85 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
-from sparsestep.rules.idle import AdamDrift
+from sparsestep.optim.optimizer import RuleOptimizer, kernel_of
+from sparsestep.rules.idle import AdamDrift, IdleUpdate
 from sparsestep.rules.options import Betas, BiasCorrectionMode, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
+
+MOMENTS = (
+    StateSpec("exp_avg", int8_format="signed"),
+    StateSpec("exp_avg_sq", int8_format="unsigned"),
+)
+
+# The row's own count. Exact up to 2^24 updates.
+ROW_STEP = StateSpec("row_step", per_row=True, dtype=torch.float32)
+
+
+class BiasCorrection(NamedTuple):
+    """Factors of the bias correction: numbers, or columns with one for each row."""
+
+    step_size: Any  # lr / (1 - beta1^t)
+    root: Any  # sqrt(1 - beta2^t)
+
+
+def global_correction(step: int, lr: float, betas: Betas) -> BiasCorrection:
+    """By the number of the parameter's steps."""
+    beta1, beta2 = betas
+    return BiasCorrection(lr / (1 - beta1**step), math.sqrt(1 - beta2**step))
+
+
+def step_size(step: int, hyperparams: Mapping[str, Any]) -> BiasCorrection:
+    """Return the size of an idle row's step, for an ``IdleUpdate``."""
+    return global_correction(step, hyperparams["lr"], hyperparams["betas"])
+
+
+def decays(hyperparams: Mapping[str, Any]) -> dict[str, float]:
+    """Return the decay of an idle row's averages, for an ``IdleUpdate``."""
+    return dict(zip(("exp_avg", "exp_avg_sq"), hyperparams["betas"], strict=True))
+
+
+def per_row_correction(row_step: Tensor, lr: float, betas: Betas) -> tuple[BiasCorrection, Tensor]:
+    """By each row's own count of updates; also returns the counts after this one."""
+    row_step = row_step + 1
+    count = row_step.double()
+    step_size = lr / (1 - betas[0] ** count)
+    root = (1 - betas[1] ** count).sqrt()
+    return BiasCorrection(step_size.to(row_step), root.to(row_step)), row_step
+
+
+def rules_with_bias_correction(
+    name: str,
+    update: Callable[..., tuple[Tensor, ...]],
+    state: tuple[StateSpec, ...],
+    idle_update: IdleUpdate,
+) -> dict[bool, Rule]:
+    """The rules of ``update(param, grad, *state, correction, betas, eps)``, by uses_per_row."""
+
+    def with_steps(
+        param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Betas, eps: float
+    ) -> tuple[Tensor, ...]:
+        correction = global_correction(step, lr, betas)
+        return update(param, grad, *state, correction=correction, betas=betas, eps=eps)
+
+    def with_rows(
+        param: Tensor, grad: Tensor, *state: Tensor, step: int, lr: float, betas: Betas, eps: float
+    ) -> tuple[Tensor, ...]:
+        correction, row_step = per_row_correction(state[-1], lr, betas)
+        new = update(param, grad, *state[:-1], correction=correction, betas=betas, eps=eps)
+        return *new, row_step
+
+    return {
+        False: Rule(name, with_steps, state, has_native_kernel=True, idle_update=idle_update),
+        True: Rule(f"{name}_per_row", with_rows, (*state, ROW_STEP), has_native_kernel=True),
+    }
+
+
+def uses_per_row(group: dict[str, Any]) -> bool:
+    """Whether a param group asks for it."""
+    return bool(group.get("bias_correction") == "per_row")
 
 
 def _update_moments(
@@ -36,7 +116,7 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    correction: bias.BiasCorrection,
+    correction: BiasCorrection,
     betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -53,7 +133,7 @@ def amsgrad(
     exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor,
     *,
-    correction: bias.BiasCorrection,
+    correction: BiasCorrection,
     betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -65,17 +145,17 @@ def amsgrad(
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
-_AMSGRAD_STATE = (*bias.MOMENTS, StateSpec("max_exp_avg_sq", int8_format="unsigned"))
+_AMSGRAD_STATE = (*MOMENTS, StateSpec("max_exp_avg_sq", int8_format="unsigned"))
 
 
-_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=bias.step_size)
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=decays, size=step_size)
 # The largest second moment does not decay.
 _AMSGRAD_IDLE = replace(_IDLE, square="max_exp_avg_sq")
 
 # By AMSGrad and by per-row bias correction.
 RULES: dict[bool, dict[bool, Rule]] = {
-    False: bias.rules_with_bias_correction("adam", update, bias.MOMENTS, _IDLE),
-    True: bias.rules_with_bias_correction("amsgrad", amsgrad, _AMSGRAD_STATE, _AMSGRAD_IDLE),
+    False: rules_with_bias_correction("adam", update, MOMENTS, _IDLE),
+    True: rules_with_bias_correction("amsgrad", amsgrad, _AMSGRAD_STATE, _AMSGRAD_IDLE),
 }
 
 
@@ -120,8 +200,12 @@ class Adam(RuleOptimizer, Optimizer):
     """
 
     foreach_supports_tensor_lr = False  # unless capturable
-    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
+    group_options = (*RuleOptimizer.group_options, "bias_correction")
+    torch_kernel = staticmethod(
+        kernel_of(torch_adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", tensor_betas=True)
+    )
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -131,40 +215,20 @@ class Adam(RuleOptimizer, Optimizer):
         weight_decay: float = 0,
         amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         bias_correction: BiasCorrectionMode = "global",
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults, bias_correction=bias_correction, **shared)
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Run torch's own kernel on dense gradients."""
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        run_torch_kernel(torch_adam, batch, *names, tensor_betas=True)
+    ) -> None: ...
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return RULES[bool(group["amsgrad"])][bias.uses_per_row(group)]
+        return RULES[bool(group["amsgrad"])][uses_per_row(group)]
 
 
 @document_args(like=Adam)
@@ -205,5 +269,4 @@ class FunctionalAdam(
     """:class:`sparsestep.Adam` for gradients that you pass yourself."""
 
     @signature_from(Adam)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
-from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.adam import RULES, Adam
 from sparsestep.optim.functional import (
     FunctionalOptimizer,
     FunctionOptions,
+    WeightDecay,
     apply_,
     check_keywords,
     signature_from,
@@ -64,8 +64,10 @@ class AdamW(RuleOptimizer, Optimizer):
     """
 
     foreach_supports_tensor_lr = False  # unless capturable
-    group_options: ClassVar[tuple[str, ...]] = Adam.group_options
+    group_options = Adam.group_options
+    torch_kernel = staticmethod(Adam.torch_kernel)
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -89,25 +91,6 @@ class AdamW(RuleOptimizer, Optimizer):
             raise InputError(
                 message(requirement, checks.format_value(decoupled_weight_decay), "Use Adam")
             )
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": True,
-        }
-        super().__init__(params, defaults, bias_correction=bias_correction, **shared)
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Run torch's own kernel on dense gradients."""
-        Adam.torch_kernel(batch)
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
@@ -149,18 +132,8 @@ def adamw_(
     rule = RULES[max_exp_avg_sq is not None][False]
     state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
     check_keywords("adamw_", shared)
-    apply_(
-        "adamw_",
-        rule,
-        param,
-        grad,
-        state,
-        step,
-        hyperparams,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=True,
-        **shared,
-    )
+    decay = WeightDecay(weight_decay=weight_decay, decoupled_weight_decay=True)
+    apply_("adamw_", rule, param, grad, state, step, hyperparams, **decay, **shared)
 
 
 class FunctionalAdamW(
@@ -171,5 +144,4 @@ class FunctionalAdamW(
     """:class:`sparsestep.AdamW` for gradients that you pass yourself."""
 
     @signature_from(AdamW)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

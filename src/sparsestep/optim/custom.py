@@ -39,7 +39,7 @@ class CustomOptimizer(RuleOptimizer):
     """
 
     _formula_options: ClassVar[Mapping[str, Any]]  # the formula's, with their defaults
-    _required: ClassVar[tuple[str, ...]]  # those of them that have none
+    _required: ClassVar[tuple[str, ...]]  # the formula's, without a default
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ def rule(
     return _make_class(function, made, signature)
 
 
-# What is checked when a function is decorated
+# Checks when a function is decorated
 
 # Names that mean something to every optimizer, as keys of a param group or of the state.
 _RESERVED = frozenset(
@@ -219,7 +219,7 @@ def _formula_options(signature: inspect.Signature) -> dict[str, inspect.Paramete
     }
 
 
-# What is done around every call of the function
+# Around every call of the function
 
 
 def _wrap_formula(function: Formula, signature: inspect.Signature, compile: Any) -> Formula:
@@ -265,7 +265,7 @@ def _check_result(name: str, value: Any, like: Tensor) -> Any:
 
 # The optimizer class
 
-# What every optimizer has, unless the formula has an option of that name itself.
+# Options of every optimizer whose formula has none of that name.
 _STANDARD_OPTIONS: dict[str, Any] = {"maximize": False, "weight_decay": 0.0}
 
 

@@ -1,16 +1,20 @@
-"""``explain()``: which engine updates each parameter, why, and the size of its state."""
+"""``explain()`` and ``metrics()``: engines, sizes of state, and rows of gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from sparsestep.grads.layouts import Gradient
+from sparsestep._native import ext
+from sparsestep._torch import cat
+from sparsestep.grads.compact import CompactGrad
+from sparsestep.grads.layouts import Gradient, GradLayout, classify, rows_of
+from sparsestep.grads.masks import MaskSelection
 from sparsestep.memory.tensors import memory_of
 
 
@@ -71,7 +75,7 @@ class Explanation:
 
 
 def _list_names(names: list[str]) -> str:
-    """Return names as a list; the table above has all of them."""
+    """Return the first names as a list; the table above has all."""
     shown = ", ".join(names[:_MAX_NAMES])
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 
@@ -180,12 +184,6 @@ def looks_like_embedding(grad: Gradient) -> bool:
     """Return whether a gradient is dense, large, and zero in most rows, but not in all.
 
     It reads a sample of the rows. Only where that is zero, it reads the whole gradient.
-
-    Example:
-        >>> table, layer = torch.nn.Embedding(20_000, 32), torch.nn.Linear(32, 20_000)
-        >>> layer(table(torch.tensor([1, 19_999]))).sum().backward()
-        >>> looks_like_embedding(table.weight.grad), looks_like_embedding(layer.weight.grad)
-        (True, False)
     """
     if not _may_be_embedding(grad):
         return False
@@ -199,13 +197,6 @@ def looks_penalized(param: Tensor, grad: Gradient) -> bool:
     """Return whether a dense, large gradient is the same multiple of the parameter in most rows.
 
     That is the gradient of an L2 penalty in rows without any other. It reads a sample of the rows.
-
-    Example:
-        >>> table = torch.nn.Embedding(20_000, 32, sparse=True)
-        >>> penalty = 1e-4 * table.weight.square().sum()
-        >>> (table(torch.tensor([1, 19_999])).sum() + penalty).backward()
-        >>> looks_penalized(table.weight, table.weight.grad)
-        True
     """
     if not _may_be_embedding(grad) or param.shape != grad.shape:
         return False
@@ -248,3 +239,46 @@ def embedding_warning(who: str, shape: torch.Size, reason: str) -> str:
         "sparsestep.nn.fuse(model): "
         f"{_TROUBLESHOOTING}#my-gradient-is-dense-although-i-use-an-embedding"
     )
+
+
+# Rows and entries of gradients, for ``metrics()``.
+
+
+class RowCounts(NamedTuple):
+    """Rows of a parameter, entries of its gradient, and the distinct rows among them."""
+
+    rows: int
+    entries: int
+    touched: int
+
+
+def count_rows(param: Tensor, selection: MaskSelection | None) -> RowCounts:
+    """Count what the gradient of a parameter updates, from its indices alone."""
+    memory = memory_of(param)
+    rows = len(memory) if memory.dim() else 1
+    row_mask = None if selection is None or selection.mask.dim() != 1 else selection
+    indices = _row_indices(memory, param.grad)
+    if indices is None:
+        count = rows if row_mask is None else row_mask.refresh().indices.numel()
+        return RowCounts(rows, count, count)
+    if row_mask is not None:
+        indices = indices[row_mask.mask[indices]]
+    return RowCounts(rows, indices.numel(), _count_distinct(indices, rows))
+
+
+def _row_indices(param: Tensor, grad: Any) -> Tensor | None:
+    """Return the row of each entry of the gradient; ``None`` if it is dense."""
+    if classify(grad) not in (GradLayout.COO, GradLayout.COMPACT):
+        return None
+    if isinstance(grad, CompactGrad) and grad.has_pending_parts:  # an exchange takes all ranks
+        return torch.empty(0, dtype=torch.long, device=param.device)
+    found = [rows for rows in rows_of(param, grad) if rows is not None]
+    return cat(found) if found else None
+
+
+def _count_distinct(indices: Tensor, rows: int) -> int:
+    if ext is None or not indices.is_cpu:
+        return int(indices.unique().numel())
+    indices = indices.long().contiguous()
+    found = ext.unique(indices, rows, torch.empty_like(indices), torch.empty_like(indices))
+    return max(found, 0)

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import (
     FunctionalOptimizer,
     FunctionOptions,
@@ -109,6 +109,7 @@ class Ftrl(RuleOptimizer, Optimizer):
 
     rule = RULE
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -120,16 +121,7 @@ class Ftrl(RuleOptimizer, Optimizer):
         *,
         maximize: bool = False,
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "beta": beta,
-            "l1": l1,
-            "l2": l2,
-            "initial_accumulator_value": initial_accumulator_value,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, **shared)
+    ) -> None: ...
 
 
 @document_args(like=Ftrl)
@@ -166,5 +158,4 @@ class FunctionalFtrl(FunctionalOptimizer, optimizer=Ftrl):
     """:class:`sparsestep.Ftrl` for gradients that you pass yourself."""
 
     @signature_from(Ftrl)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

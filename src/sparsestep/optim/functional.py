@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import islice
 from operator import index, methodcaller
 from threading import RLock
@@ -152,11 +153,15 @@ def check_keywords(who: str, shared: Mapping[str, object]) -> None:
             raise TypeError(f"{who}() got an unexpected keyword argument {name!r}")
 
 
-class DecayOptions(FunctionOptions, total=False):
-    """Those of a function with both kinds of weight decay."""
+class WeightDecay(TypedDict, total=False):
+    """Both kinds of weight decay."""
 
     weight_decay: float
     decoupled_weight_decay: bool
+
+
+class DecayOptions(FunctionOptions, WeightDecay, total=False):
+    """The keyword arguments of a function with both kinds of weight decay."""
 
 
 def apply_(
@@ -325,8 +330,12 @@ Constructor = Callable[..., None]
 def signature_from(
     optimizer: Callable[P, RuleOptimizer],
 ) -> Callable[[Constructor], Callable[Concatenate[Any, P], None]]:
-    """Let type checkers see a constructor with the arguments of an optimizer class."""
-    return lambda constructor: constructor
+    """Complete a constructor that type checkers see with the arguments of an optimizer class."""
+
+    def construct(self: FunctionalOptimizer, *args: Any, **options: Any) -> None:
+        FunctionalOptimizer.__init__(self, *args, **options)
+
+    return lambda declared: wraps(declared)(construct)  # type: ignore[return-value]
 
 
 _DOCSTRING = """

@@ -10,8 +10,14 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args
-from sparsestep.optim.functional import FunctionalOptimizer, FunctionOptions, apply_, signature_from
+from sparsestep.optim._docs import document_args, passes_options
+from sparsestep.optim.functional import (
+    FunctionalOptimizer,
+    FunctionOptions,
+    WeightDecay,
+    apply_,
+    signature_from,
+)
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options
 from sparsestep.rules.idle import SignDrift
@@ -78,6 +84,7 @@ class Lion(RuleOptimizer, Optimizer):
         "decoupled_weight_decay": (True,),
     }
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -87,9 +94,7 @@ class Lion(RuleOptimizer, Optimizer):
         *,
         maximize: bool = False,
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **shared)
+    ) -> None: ...
 
 
 @document_args(like=Lion)
@@ -115,23 +120,12 @@ def lion_(
         [0.0, -0.5]
     """
     hyperparams = {"lr": lr, "betas": betas}
-    apply_(
-        "lion_",
-        RULE,
-        param,
-        grad,
-        [exp_avg],
-        step,
-        hyperparams,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=True,
-        **shared,
-    )
+    decay = WeightDecay(weight_decay=weight_decay, decoupled_weight_decay=True)
+    apply_("lion_", RULE, param, grad, [exp_avg], step, hyperparams, **decay, **shared)
 
 
 class FunctionalLion(FunctionalOptimizer, optimizer=Lion):
     """:class:`sparsestep.Lion` for gradients that you pass yourself."""
 
     @signature_from(Lion)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

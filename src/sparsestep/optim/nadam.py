@@ -16,8 +16,8 @@ from typing_extensions import Unpack
 
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim._docs import document_args
+from sparsestep.optim import adam
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
 from sparsestep.rules.idle import AdamDrift
@@ -38,10 +38,6 @@ def momentum_product(
     """The product of the momentum of all steps so far; 0 if it no longer matters.
 
     Torch has it in a float32 tensor, so it is rounded after each step.
-
-    Example:
-        >>> momentum_product(2, 0.5, 0.0)
-        0.0625
     """
     known = _known_products(beta1, momentum_decay, dtype)
     for i in range(len(known), step + 1):
@@ -60,12 +56,7 @@ def _known_products(beta1: float, momentum_decay: float, dtype: torch.dtype) -> 
 def step_sizes(
     step: int, lr: float, betas: Betas, momentum_decay: float
 ) -> tuple[float, float, float]:
-    """How far a step goes along the gradient and along its average; the root of the correction.
-
-    Example:
-        >>> step_sizes(1, 1.0, (0.5, 0.75), 0.0)
-        (1.0, 0.26666666666666666, 0.5)
-    """
+    """Return the step sizes along gradient and average, and the root of the correction."""
     now, following = (momentum(i, betas[0], momentum_decay) for i in (step, step + 1))
     product = momentum_product(step, betas[0], momentum_decay)
     along_grad = lr * (1 - now) / (1 - product)
@@ -99,7 +90,7 @@ def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> tuple[float, f
     return step_sizes(step, *(hyperparams[name] for name in names))[1:]
 
 
-_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=_idle_step_size)
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, size=_idle_step_size)
 
 
 def _torch_product(group: Mapping[str, Any], step: Tensor) -> Tensor:
@@ -108,7 +99,7 @@ def _torch_product(group: Mapping[str, Any], step: Tensor) -> Tensor:
     return torch.full_like(step, momentum_product(int(step), beta1, momentum_decay, step.dtype))
 
 
-RULE = Rule("nadam", update, bias.MOMENTS, has_native_kernel=True, idle_update=_IDLE)
+RULE = Rule("nadam", update, adam.MOMENTS, has_native_kernel=True, idle_update=_IDLE)
 
 
 @document_args()
@@ -151,6 +142,7 @@ class NAdam(RuleOptimizer, Optimizer):
 
     rule = RULE
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -161,25 +153,12 @@ class NAdam(RuleOptimizer, Optimizer):
         momentum_decay: float = 4e-3,
         decoupled_weight_decay: bool = False,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum_decay": momentum_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, defaults, **shared)
+    ) -> None: ...
 
     @staticmethod
     def torch_kernel(batch: DenseBatch) -> None:
@@ -238,5 +217,4 @@ class FunctionalNAdam(FunctionalOptimizer, optimizer=NAdam):
     """:class:`sparsestep.NAdam` for gradients that you pass yourself."""
 
     @signature_from(NAdam)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

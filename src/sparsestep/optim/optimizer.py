@@ -30,13 +30,12 @@ from sparsestep._torch import (
 )
 from sparsestep.deferred.rows import DeferredRows, as_real_rows, replay_dense_step
 from sparsestep.deferred.tracking import Tracking, warn_if_tracked_elsewhere
-from sparsestep.engines.base import GroupSettings
-from sparsestep.engines.finishing import finish
+from sparsestep.engines.base import GroupSettings, finish
 from sparsestep.engines.native import CachedPlan, replay_step
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, memory_errors, message
 from sparsestep.grads import masks
-from sparsestep.grads.exchange import GradExchange, GradSource, grad_sources, sources_of
+from sparsestep.grads.exchange import GradExchange, grad_sources, sources_of
 from sparsestep.memory.mapped_file import (
     RowWrites,
     about_to_write,
@@ -47,21 +46,22 @@ from sparsestep.memory.mapped_file import (
 )
 from sparsestep.memory.tensors import is_distributed, memory_of
 from sparsestep.optim import state as states
-from sparsestep.optim.explain import Explanation, explain_param, state_bytes
-from sparsestep.optim.metrics import count_rows
+from sparsestep.optim.explain import Explanation, count_rows, explain_param, state_bytes
 from sparsestep.optim.param_groups import ParamGroup, ParamGroups, options_for_ranks, param_name
 from sparsestep.optim.state_dict import LoadedState, masked_state, read_state_dict
 from sparsestep.optim.step import Step, StepInBackward, reserve_rows
 from sparsestep.rules import options
 from sparsestep.rules._derive_idle import derive_idle_update
-from sparsestep.rules.constraint import RowConstraint
 from sparsestep.rules.int8 import with_int8_state
+from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
 
 # At run time this is ``object``; every public class lists ``Optimizer`` itself. class_resolver (of
 # PyKEEN) collects subclasses of ``Optimizer`` and skips those from another package than their
 # base, so with ``Optimizer`` as base here our Adam would be registered as a second "adam".
 if TYPE_CHECKING:
+    from sparsestep.distributed.grads import ShardedGradSource
+
     _Base = Optimizer
 else:
     _Base = object
@@ -84,6 +84,13 @@ def run_torch_kernel(
     function(
         batch.params, batch.grads, *lists, batch.steps, has_complex=batch.has_complex, **chosen
     )
+
+
+def kernel_of(
+    function: Callable[..., None], *state: str, tensor_betas: bool = False
+) -> Callable[[DenseBatch], None]:
+    """Return the ``torch_kernel`` of an optimizer class; arguments as for ``run_torch_kernel``."""
+    return lambda batch: run_torch_kernel(function, batch, *state, tensor_betas=tensor_betas)
 
 
 @lru_cache
@@ -131,6 +138,8 @@ class RuleOptimizer(_Base):
     """Whether ``state["step"]`` is a tensor; ``torch.optim.SparseAdam`` keeps an int."""
     foreach_supports_tensor_lr: ClassVar[bool] = True
     """Whether torch's foreach kernel takes tensors for ``lr`` and ``betas``."""
+    has_initial_state: ClassVar[bool] = False
+    """Whether the state is created with the optimizer, as ``torch.optim.Adagrad`` does."""
     supports_complex: ClassVar[bool] = True
     always_decoupled: ClassVar[bool] = False
 
@@ -169,6 +178,8 @@ class RuleOptimizer(_Base):
         # type(optimizer)(params, **optimizer.defaults) recreates the optimizer.
         super().__init__(params, {**defaults, **self._optimizer_options()})
         self._complete_on_demand()
+        if self.has_initial_state:
+            self.materialize_state()
 
     def _optimizer_options(self) -> dict[str, Any]:
         """Return the options of the optimizer, not of its groups, that are not the defaults."""
@@ -210,7 +221,7 @@ class RuleOptimizer(_Base):
                 self.check_values(param_group)
                 self.check_params(group_index, param_group)
                 is_dense = self.semantics == "dense"
-                if is_dense:  # what has no such form is refused
+                if is_dense:  # refuses rules without an idle update
                     settings = self.groups.read(self, group_index, param_group)
                     if settings.rule.idle_update is None:
                         derive_idle_update(settings.rule, 1, settings.hyperparams)
@@ -343,7 +354,7 @@ class RuleOptimizer(_Base):
 
     @staticmethod
     def torch_kernel(batch: DenseBatch, /) -> None:
-        """Run torch's own kernel on dense gradients; see ``run_torch_kernel``."""
+        """Run torch's own kernel on dense gradients; see ``kernel_of``."""
         raise NotImplementedError
 
     @classmethod
@@ -409,13 +420,11 @@ class RuleOptimizer(_Base):
                 # A rank that stops in the middle of an exchange keeps the others waiting.
                 uninterrupted(lambda: self._step_together(sources))
             else:
-                plan, store = cached_plan, self.store
-                if plan is None or not (
-                    replay_dense_step(
-                        self.param_groups, plan, self.state, store.addresses, self.deferred
-                    )
+                groups, addresses = self.param_groups, self.store.addresses
+                if cached_plan is None or not (
+                    replay_dense_step(groups, cached_plan, self.state, addresses, self.deferred)
                     if is_dense
-                    else replay_step(self.param_groups, plan, self.state, store.addresses)
+                    else replay_step(groups, cached_plan, self.state, addresses)
                 ):
                     self._plan_step()
             if mapped_files:
@@ -424,7 +433,7 @@ class RuleOptimizer(_Base):
                 self.store.huge_pages.move(self.iterations)
         return loss
 
-    def _step_together(self, sources: Sequence[GradSource]) -> None:
+    def _step_together(self, sources: Sequence[ShardedGradSource]) -> None:
         """Step with tables that ranks share: all ranks prepare, then all commit, or none does."""
         plan: Step | None = None
 
@@ -638,9 +647,7 @@ class RuleOptimizer(_Base):
                     continue
                 rule, packed = self.stored_rule_for(group, param), self._packed_mask(group, param)
                 made = states.new_state(rule, memory_of(param), group, dtype, packed)
-                param_state = states.new_param_state(
-                    group, rule, param, made, step_is_tensor=self.step_is_tensor
-                )
+                param_state = states.new_param_state(self, group, rule, param, made)
                 if param_state:
                     self.store.set_layout(param, packed)
                     self.state[param] = param_state
@@ -650,8 +657,7 @@ class RuleOptimizer(_Base):
         listed = masks.per_param(group.get("mask"), group["params"])
         found = next(m for m, each in zip(listed, group["params"], strict=True) if each is param)
         rule = self.stored_rule_for(group, param)
-        packs = found is not None and states.packs_by(rule, found, param, group, self.engine)
-        return masks.PackedMask.of(found) if found is not None and packs else None
+        return states.packed_layout(rule, found, param, group, self.engine)
 
     def _complete_on_demand(self) -> None:
         """Have torch's checkpoints find state for every parameter."""
@@ -661,7 +667,7 @@ class RuleOptimizer(_Base):
     def complete_state(self) -> None:
         """Create missing state of parameters that require a gradient, for a checkpoint."""
         self._materialize(lambda param: param.requires_grad)
-        if len(self.state):  # a parameter that needs no state has an empty one beside others
+        if len(self.state):  # among others, a parameter that needs no state has an empty one
             for param in self.params():
                 self.state[param]
 
@@ -859,10 +865,8 @@ class RuleOptimizer(_Base):
             remedy = "Leave that unchanged, and pass a new one"
             raise InputError(message(requirement, "the same tensor", remedy))
         mask = None if mask is None else mask.detach().clone()
-        packed = None
         rule = self.stored_rule_for(group, param)
-        if mask is not None and states.packs_by(rule, mask, param, group, self.engine):
-            packed = masks.PackedMask.of(mask)
+        packed = states.packed_layout(rule, mask, param, group, self.engine)
         calls: list[Callable[[], object]] = []
         if layout is not None or packed is not None:
             calls = self._prepare_layout(param, layout, packed, old, mask)
@@ -929,20 +933,14 @@ class RuleOptimizer(_Base):
             return
         if mapped_files:
             about_to_write(param, tensors, rows)
-        elements = changed.reshape(-1).nonzero().squeeze(1).to("cpu")
         for tensor, value in zip(as_real_rows(memory_of(param), tensors)[1], values, strict=True):
             if tensor.dim() < changed.dim():
                 reset = (~row_stays).nonzero().squeeze(1).to("cpu")
                 writes.add(tensor, reset, torch.full((1,), value, dtype=tensor.dtype, device="cpu"))
-            elif tensor.is_contiguous():
-                flat = tensor.view(changed.numel(), -1)
-                fresh = torch.full((1, flat.shape[1]), value, dtype=tensor.dtype, device="cpu")
-                writes.add(flat, elements, fresh)
-            else:  # whole rows, since elements have no common distance
-                reset = changed if tensor.dim() == changed.dim() else changed.unsqueeze(-1)
-                rows = rows.to(tensor.device)
-                fresh = tensor[rows].masked_fill(reset[rows], value).contiguous()
-                writes.add(tensor, rows.to("cpu"), fresh)
+                continue
+            reset = changed if tensor.dim() == changed.dim() else changed.unsqueeze(-1)
+            at = rows.to(tensor.device)
+            writes.add(tensor, rows, tensor[at].masked_fill(reset[at], value).contiguous())
 
     def prepare_grow(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
         """Create the state of a parameter for more rows, of which the first ``keep`` keep theirs.

@@ -1,4 +1,4 @@
-"""How an optimizer reads its param groups.
+"""Param groups, as the steps of an optimizer read them.
 
 You may change any option between two steps, so groups are compared in every step. Usually nothing
 has changed, and the settings of the last step are used again.
@@ -6,13 +6,11 @@ has changed, and the settings of the last step are used again.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from numbers import Real
 from operator import is_
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,12 +19,15 @@ from sparsestep.engines.base import GroupSettings
 from sparsestep.engines.native import CachedPlan
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
-from sparsestep.grads.exchange import GradSource
-from sparsestep.optim.state import StateStore, packs_by
+from sparsestep.optim.state import packs_by
 from sparsestep.rules import options
 from sparsestep.rules._derive_idle import unsupported_message
-from sparsestep.rules.constraint import RowConstraint
+from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from sparsestep.distributed.grads import ShardedGradSource
+    from sparsestep.optim.optimizer import RuleOptimizer
 
 ParamGroup = dict[str, Any]
 Selections = list[masks.MaskSelection | None]
@@ -41,47 +42,6 @@ def is_immutable(value: Any) -> bool:
     return isinstance(value, _IMMUTABLE)
 
 
-class Declares(Protocol):
-    """What reading a param group needs of ``RuleOptimizer``, which imports this module."""
-
-    param_groups: list[ParamGroup]
-    engine: str
-    semantics: str
-    option_names: tuple[str, ...]
-    group_options: ClassVar[tuple[str, ...]]
-    formula_options: ClassVar[frozenset[str]]
-    no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]]
-    always_decoupled: ClassVar[bool]
-    state: defaultdict[Tensor, Any]
-    store: StateStore
-
-    def check_group(self, group: ParamGroup) -> None:
-        """Refuse a param group with an unknown, missing or invalid option."""
-
-    def rule_for(self, group: ParamGroup) -> Rule:
-        """Return the rule that a group selects."""
-        ...
-
-    def stored_rule_for(
-        self,
-        group: ParamGroup,
-        param: Tensor | None = None,
-        param_state: Mapping[str, Any] | None = None,
-    ) -> Rule:
-        """Return the rule of a group, or of a parameter with this state."""
-        ...
-
-    def stored_rules_for(
-        self, group: ParamGroup, param: Tensor | None = None
-    ) -> tuple[Rule, Rule | None]:
-        """Return the rule of a group, and that of dense gradients if it is another."""
-        ...
-
-    def supports_torch_kernel(self, group: ParamGroup) -> bool:
-        """Whether torch's kernel supports the group's options."""
-        ...
-
-
 class ParamGroups:
     """An optimizer's param groups, as its steps see them.
 
@@ -93,8 +53,10 @@ class ParamGroups:
         # The masks of each group, and the parameters that they belong to.
         self._selections: dict[int, tuple[tuple[Tensor, ...], Selections]] = {}
 
-    def settings(self, optimizer: Declares, group_index: int, group: ParamGroup) -> GroupSettings:
-        """What a param group says about its updates, now."""
+    def settings(
+        self, optimizer: RuleOptimizer, group_index: int, group: ParamGroup
+    ) -> GroupSettings:
+        """Return the settings of a param group, cached until an option changes."""
         values = tuple(group.values())
         known = self._settings.get(group_index)
         if known is not None and len(values) == len(known[0]) and all(map(is_, values, known[0])):
@@ -131,12 +93,8 @@ class ParamGroups:
         return before
 
     @staticmethod
-    def read(optimizer: Declares, group_index: int, group: ParamGroup) -> GroupSettings:
-        """Read it, whatever is known already.
-
-        Raises where the formula, torch's kernel or dense semantics cannot work with an option: once
-        gradients are being applied, it is too late to.
-        """
+    def read(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> GroupSettings:
+        """Read a group without the cache; raises if its formula, kernel or semantics refuse it."""
         optimizer.check_group(group)
         rule, elementwise = optimizer.stored_rules_for(group)
         settings = _read_settings(optimizer, group_index, group, rule)
@@ -145,7 +103,7 @@ class ParamGroups:
         return settings
 
     def selections(
-        self, optimizer: Declares, group_index: int, group: ParamGroup, settings: GroupSettings
+        self, optimizer: RuleOptimizer, group_index: int, group: ParamGroup, settings: GroupSettings
     ) -> Selections | None:
         """Return the selections of a group's masks; they are reused until a mask changes."""
         given = group.get("mask")
@@ -159,7 +117,7 @@ class ParamGroups:
             masks.check_masks(given, params, defers=optimizer.semantics == "dense")
             before = {id(p): selection for p, selection in zip(made_for, known, strict=True)}
             known = [
-                None if mask is None else _reuse_selection(before.get(id(param)), param, mask)
+                None if mask is None else _select(before.get(id(param)), param, mask)
                 for param, mask in zip(params, masks.per_param(given, params), strict=True)
             ]
             self._selections[group_index] = (tuple(params), known)
@@ -179,14 +137,15 @@ class ParamGroups:
 
 
 def _read_settings(
-    optimizer: Declares, group_index: int, group: ParamGroup, rule: Rule
+    optimizer: RuleOptimizer, group_index: int, group: ParamGroup, rule: Rule
 ) -> GroupSettings:
     # One-element tensors may be changed in place, so they are read in every step.
     own = optimizer.formula_options
-    hyperparams = {
-        name: group[name] if name in own else options.as_floats(_get(group, name))
-        for name in rule.hyperparam_names
-    }
+    hyperparams: dict[str, Any] = {}
+    for name in rule.hyperparam_names:
+        # Some options only the element-wise rule has: the neutral value then.
+        value = group[name] if name in group else options.NO_OP_VALUES[name][0]
+        hyperparams[name] = value if name in own else options.as_floats(value)
     lr = group.get("lr", 0.0)
     if isinstance(lr, Tensor) and lr.numel() == 1 and "lr" in hyperparams:
         lr = hyperparams["lr"] = lr.item()
@@ -221,14 +180,7 @@ def _read_settings(
     return settings
 
 
-def _get(group: ParamGroup, name: str) -> Any:
-    """Return an option; the neutral value of one that only the element-wise rule has."""
-    return group[name] if name in group else options.NO_OP_VALUES[name][0]
-
-
-def _reuse_selection(
-    before: masks.MaskSelection | None, param: Tensor, mask: Tensor
-) -> masks.MaskSelection:
+def _select(before: masks.MaskSelection | None, param: Tensor, mask: Tensor) -> masks.MaskSelection:
     if before is not None and before.mask is mask and before.shape == param.shape:
         return before
     return masks.MaskSelection(mask, param.shape)
@@ -281,7 +233,7 @@ def _check_dense_semantics(rule: Rule, group: ParamGroup, *, coupled: bool, left
 _LOCAL_OPTIONS = {"mask", "foreach", "fused", "capturable", "differentiable"}
 
 
-def options_for_ranks(optimizer: Declares, source: GradSource) -> dict[str, str]:
+def options_for_ranks(optimizer: RuleOptimizer, source: ShardedGradSource) -> dict[str, str]:
     """Describe how an optimizer trains the tables of a source, for comparison across ranks.
 
     Param groups without such a table do not count: a rank may have parameters of its own.

@@ -10,24 +10,18 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.radam import radam as torch_radam
 from typing_extensions import Unpack
 
-from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim._docs import document_args
+from sparsestep.optim import adam
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
+from sparsestep.optim.optimizer import RuleOptimizer, kernel_of
 from sparsestep.rules.options import Betas, SharedOptions
 from sparsestep.rules.rule import Rule
 
 
 def rectified(step: int, lr: float, betas: Betas) -> tuple[float, bool]:
-    """The size of a step, and whether it divides by the root of the second moment.
-
-    Example:
-        >>> rectified(1, 0.5, (0.5, 0.75))
-        (1.0, False)
-    """
-    size, root = bias.global_correction(step, lr, betas)
+    """The size of a step, and whether it divides by the root of the second moment."""
+    size, root = adam.global_correction(step, lr, betas)
     left = betas[1] ** step
     rho_inf = 2 / (1 - betas[1]) - 1
     rho = rho_inf - 2 * step * left / (1 - left)
@@ -61,7 +55,7 @@ def update(
 
 # No idle update: an idle row moves as under momentum SGD at first and as under Adam later,
 # and an idle update has one kind.
-RULE = Rule("radam", update, bias.MOMENTS, has_native_kernel=True)
+RULE = Rule("radam", update, adam.MOMENTS, has_native_kernel=True)
 
 
 @document_args()
@@ -118,7 +112,9 @@ class RAdam(RuleOptimizer, Optimizer):
     """
 
     rule = RULE
+    torch_kernel = staticmethod(kernel_of(torch_radam, "exp_avg", "exp_avg_sq"))
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -128,29 +124,12 @@ class RAdam(RuleOptimizer, Optimizer):
         weight_decay: float = 0,
         decoupled_weight_decay: bool = False,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
+        foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, defaults, **shared)
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Run torch's own kernel on dense gradients."""
-        run_torch_kernel(torch_radam, batch, "exp_avg", "exp_avg_sq")
+    ) -> None: ...
 
 
 @document_args(like=RAdam)
@@ -185,5 +164,4 @@ class FunctionalRAdam(FunctionalOptimizer, optimizer=RAdam):
     """:class:`sparsestep.RAdam` for gradients that you pass yourself."""
 
     @signature_from(RAdam)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

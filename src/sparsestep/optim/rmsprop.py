@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.rmsprop import rmsprop as torch_rmsprop
 from typing_extensions import Unpack
 
-from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
+from sparsestep.optim.optimizer import RuleOptimizer, kernel_of
 from sparsestep.rules import options as checks
 from sparsestep.rules.idle import GeometricDrift, IdleUpdate, NoDrift
 from sparsestep.rules.options import SharedOptions
@@ -111,11 +110,12 @@ class RMSprop(RuleOptimizer, Optimizer):
         <https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf>`_, 2012.
     """
 
-    group_options: ClassVar[tuple[str, ...]] = (
-        *RuleOptimizer.group_options,
-        "decoupled_weight_decay",
+    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
+    torch_kernel = staticmethod(
+        kernel_of(torch_rmsprop, "square_avg", "grad_avg", "momentum_buffer")
     )
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -132,26 +132,7 @@ class RMSprop(RuleOptimizer, Optimizer):
         *,
         decoupled_weight_decay: bool = False,
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "alpha": alpha,
-            "eps": eps,
-            "centered": centered,
-            "weight_decay": weight_decay,
-            "capturable": capturable,
-            "foreach": foreach,
-            "maximize": maximize,
-            "differentiable": differentiable,
-        }
-        super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **shared)
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch) -> None:
-        """Run torch's own kernel on dense gradients."""
-        names = ("square_avg", "grad_avg", "momentum_buffer")
-        run_torch_kernel(torch_rmsprop, batch, *names)
+    ) -> None: ...
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
@@ -204,5 +185,4 @@ class FunctionalRMSprop(
     """:class:`sparsestep.RMSprop` for gradients that you pass yourself."""
 
     @signature_from(RMSprop)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.adagrad import RULE as ADAGRAD
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
@@ -79,12 +79,9 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
     """
 
     rule = RULE
-    group_options: ClassVar[tuple[str, ...]] = (
-        *RuleOptimizer.group_options,
-        "decoupled_weight_decay",
-        "dense",
-    )
+    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay", "dense")
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -97,21 +94,7 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
         decoupled_weight_decay: bool = False,
         dense: DenseMode = "rowwise",
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "maximize": maximize,
-        }
-        super().__init__(
-            params,
-            defaults,
-            decoupled_weight_decay=decoupled_weight_decay,
-            dense=dense,
-            **shared,
-        )
+    ) -> None: ...
 
     @classmethod
     def elementwise_rule_for(cls, group: dict[str, Any]) -> Rule | None:
@@ -148,5 +131,4 @@ class FunctionalRowwiseAdagrad(FunctionalOptimizer, optimizer=RowwiseAdagrad):
     """:class:`sparsestep.RowwiseAdagrad` for gradients that you pass yourself."""
 
     @signature_from(RowwiseAdagrad)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

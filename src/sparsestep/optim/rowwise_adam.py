@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -10,9 +10,8 @@ from typing_extensions import Unpack
 
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim._docs import document_args
-from sparsestep.optim.adam import RULES as ADAM_RULES
+from sparsestep.optim import adam
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
@@ -27,7 +26,7 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    correction: bias.BiasCorrection,
+    correction: adam.BiasCorrection,
     betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -45,7 +44,7 @@ def update_without_momentum(
     grad: Tensor,
     exp_avg_sq: Tensor,
     *,
-    correction: bias.BiasCorrection,
+    correction: adam.BiasCorrection,
     betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -59,10 +58,10 @@ def update_without_momentum(
 
 _SQUARE = StateSpec("exp_avg_sq", per_row=True)
 _STATE = (StateSpec("exp_avg", int8_format="signed"), _SQUARE)
-_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=bias.step_size)
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, size=adam.step_size)
 _IDLE_WITHOUT_MOMENTUM = NoDrift(decays=lambda hyperparams: {"exp_avg_sq": hyperparams["betas"][1]})
-RULES = bias.rules_with_bias_correction("rowwise_adam", update, _STATE, _IDLE)
-RULES_WITHOUT_MOMENTUM = bias.rules_with_bias_correction(
+RULES = adam.rules_with_bias_correction("rowwise_adam", update, _STATE, _IDLE)
+RULES_WITHOUT_MOMENTUM = adam.rules_with_bias_correction(
     "rowwise_adam_without_momentum",
     update_without_momentum,
     (_SQUARE,),
@@ -114,13 +113,14 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         <https://arxiv.org/abs/1412.6980>`_, 2014.
     """
 
-    group_options: ClassVar[tuple[str, ...]] = (
+    group_options = (
         *RuleOptimizer.group_options,
         "bias_correction",
         "decoupled_weight_decay",
         "dense",
     )
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -134,34 +134,19 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         bias_correction: BiasCorrectionMode = "global",
         dense: DenseMode = "rowwise",
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(
-            params,
-            defaults,
-            decoupled_weight_decay=decoupled_weight_decay,
-            bias_correction=bias_correction,
-            dense=dense,
-            **shared,
-        )
+    ) -> None: ...
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
         rules = RULES if group["betas"][0] != 0 else RULES_WITHOUT_MOMENTUM
-        return rules[bias.uses_per_row(group)]
+        return rules[adam.uses_per_row(group)]
 
     @classmethod
     def elementwise_rule_for(cls, group: dict[str, Any]) -> Rule | None:
         """Adam's rule, if dense gradients are updated element by element."""
         is_elementwise = group.get("dense") == "elementwise"
-        return ADAM_RULES[False][bias.uses_per_row(group)] if is_elementwise else None
+        return adam.RULES[False][adam.uses_per_row(group)] if is_elementwise else None
 
 
 @document_args(like=RowwiseAdam)
@@ -205,5 +190,4 @@ class FunctionalRowwiseAdam(FunctionalOptimizer, optimizer=RowwiseAdam):
     """:class:`sparsestep.RowwiseAdam` for gradients that you pass yourself."""
 
     @signature_from(RowwiseAdam)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
@@ -102,11 +102,9 @@ class SGD(RuleOptimizer, Optimizer):
         deep learning <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
 
-    group_options: ClassVar[tuple[str, ...]] = (
-        *RuleOptimizer.group_options,
-        "decoupled_weight_decay",
-    )
+    group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -122,19 +120,7 @@ class SGD(RuleOptimizer, Optimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(params, defaults, decoupled_weight_decay=decoupled_weight_decay, **shared)
+    ) -> None: ...
 
     @staticmethod
     def torch_kernel(batch: DenseBatch) -> None:
@@ -231,5 +217,4 @@ class FunctionalSGD(
     """
 
     @signature_from(SGD)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

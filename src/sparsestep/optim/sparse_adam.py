@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim import _bias_correction as bias
-from sparsestep.optim._docs import document_args
+from sparsestep.optim import adam
+from sparsestep.optim._docs import document_args, passes_options
 from sparsestep.optim.functional import (
     FunctionalOptimizer,
     FunctionOptions,
@@ -34,7 +34,7 @@ def update(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    correction: bias.BiasCorrection,
+    correction: adam.BiasCorrection,
     betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -47,12 +47,12 @@ def update(
 
 
 def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> Betas:
-    size, root = bias.global_correction(step, hyperparams["lr"], hyperparams["betas"])
+    size, root = adam.global_correction(step, hyperparams["lr"], hyperparams["betas"])
     return size * root, 1.0
 
 
-_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=bias.decays, size=_idle_step_size)
-RULES = bias.rules_with_bias_correction("sparse_adam", update, bias.MOMENTS, _IDLE)
+_IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, size=_idle_step_size)
+RULES = adam.rules_with_bias_correction("sparse_adam", update, adam.MOMENTS, _IDLE)
 
 
 @document_args()
@@ -94,9 +94,10 @@ class SparseAdam(RuleOptimizer, Optimizer):
     """
 
     step_is_tensor = False
-    group_options: ClassVar[tuple[str, ...]] = (*RuleOptimizer.group_options, "bias_correction")
+    group_options = (*RuleOptimizer.group_options, "bias_correction")
     supports_complex = False
 
+    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -107,9 +108,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
         *,
         bias_correction: BiasCorrectionMode = "global",
         **shared: Unpack[SharedOptions],
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
-        super().__init__(params, defaults, bias_correction=bias_correction, **shared)
+    ) -> None: ...
 
     @classmethod
     def check_options(cls, group: dict[str, Any]) -> None:
@@ -119,7 +118,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
         """The rule that a param group's options select."""
-        return RULES[bias.uses_per_row(group)]
+        return RULES[adam.uses_per_row(group)]
 
 
 @document_args(like=SparseAdam)
@@ -160,5 +159,4 @@ class FunctionalSparseAdam(FunctionalOptimizer, optimizer=SparseAdam):
     """:class:`sparsestep.SparseAdam` for gradients that you pass yourself."""
 
     @signature_from(SparseAdam)
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, **options: Any) -> None: ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -21,9 +21,11 @@ from sparsestep.memory import tensors as parameters
 from sparsestep.memory.huge_pages import HugePages
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, INTEGER_DTYPES, memory_of
-from sparsestep.rules.constraint import RowConstraint
-from sparsestep.rules.options import as_float, uses_random_rounding
+from sparsestep.rules.options import RowConstraint, as_float, uses_random_rounding
 from sparsestep.rules.rule import Rule, StateSpec
+
+if TYPE_CHECKING:
+    from sparsestep.optim.optimizer import RuleOptimizer
 
 _COUNTS = {*FLOAT_DTYPES, *INTEGER_DTYPES}
 
@@ -82,6 +84,14 @@ def packs_by(
         and file_of(param) is None
         and source_of(param) is None
     )
+
+
+def packed_layout(
+    rule: Rule, mask: Tensor | None, param: Tensor, group: Mapping[str, Any], engine: str
+) -> PackedMask | None:
+    """Return the layout of new state under a mask; ``None`` for that of the parameter."""
+    packs = mask is not None and packs_by(rule, mask, param, group, engine)
+    return PackedMask.of(mask) if mask is not None and packs else None
 
 
 def state_shape(spec: StateSpec, param: Tensor, packed: PackedMask | None = None) -> torch.Size:
@@ -185,14 +195,14 @@ def new_state(
 
 
 def initial_value(spec: StateSpec, options: Mapping[str, Any]) -> float:
-    """What every element of a state begins with; of a complex one, both of its parts."""
+    """Return the initial value of a state's elements; of both parts of complex ones."""
     value = options[spec.initial] if isinstance(spec.initial, str) else spec.initial
     value = float(as_float(value))
     return value if spec.encode_initial is None else spec.encode_initial(value)
 
 
 def fill_value(dtype: torch.dtype, value: float) -> complex:
-    """A value that state begins with; both parts of a complex number have it."""
+    """Return an initial value in a dtype; both parts of a complex number have it."""
     return complex(value, value) if dtype in COMPLEX_DTYPES and value else value
 
 
@@ -308,10 +318,10 @@ def convert_loaded(
 
 
 def new_step(
-    group: Mapping[str, Any], param: Tensor, value: int = 0, *, is_tensor: bool
+    optimizer: RuleOptimizer, group: Mapping[str, Any], param: Tensor, value: int = 0
 ) -> int | Tensor:
     """Return a step count as torch's class keeps it."""
-    if not is_tensor:
+    if not optimizer.step_is_tensor:
         return value
     fused, capturable = group.get("fused"), group.get("capturable")
     device = param.device if fused or capturable else torch.device("cpu")
@@ -319,17 +329,16 @@ def new_step(
 
 
 def new_param_state(
+    optimizer: RuleOptimizer,
     group: Mapping[str, Any],
     rule: Rule,
     param: Tensor,
-    tensors: list[Any],
-    *,
-    step_is_tensor: bool,
+    tensors: list[Tensor],
 ) -> dict[str, Any]:
     """Return a parameter's first state, with a step count of zero; empty if there is none."""
     param_state: dict[str, Any] = {}
     if rule.counts_steps or uses_random_rounding(group):
-        param_state["step"] = new_step(group, param, is_tensor=step_is_tensor)
+        param_state["step"] = new_step(optimizer, group, param)
     for spec, tensor in zip(rule.state, tensors, strict=True):
         param_state[spec.name] = parameters.laid_out_like(param, tensor)
     return param_state
@@ -347,19 +356,14 @@ def grow_tensor(name: str, tensor: Tensor, keep: int, rows: int, value: float) -
 
 
 class StateStore:
-    """The memory of an optimizer's parameters and their state.
-
-    Attributes:
-        addresses: by ``id(param)``, the parameter (kept alive so the id stays unique) and the data
-            pointers that passed the write check. The core reads and compares them.
-        layouts: by parameter, the mask whose kept elements its state has, in order.
-        huge_pages: tensors that wait for huge pages.
-    """
+    """The memory of an optimizer's parameters and their state."""
 
     def __init__(self) -> None:
+        # By ``id(param)``: the parameter (kept alive so the id stays unique) and the data pointers
+        # that passed the write check. The core reads and compares them.
         self.addresses: dict[int, tuple[Any, ...]] = {}
-        self.layouts: dict[Tensor, PackedMask] = {}
-        self.huge_pages: HugePages = HugePages()
+        self.layouts: dict[Tensor, PackedMask] = {}  # the mask whose kept elements a state has
+        self.huge_pages: HugePages = HugePages()  # tensors that wait for huge pages
 
     def check_writable(
         self,
@@ -419,12 +423,7 @@ class StateStore:
 
 
 def check_rows(name: str, rows: Tensor, param: Tensor) -> Tensor:
-    """Return row indices of a parameter as int64 of one dim; raise if they are none.
-
-    Example:
-        >>> check_rows("rows", torch.tensor([[2], [0]], dtype=torch.uint8), torch.zeros(3, 4))
-        tensor([2, 0])
-    """
+    """Return row indices of a parameter as int64 of one dim; raise if they are none."""
     if not isinstance(rows, Tensor) or rows.dtype not in INTEGER_DTYPES:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(message("rows must be an integer tensor", got))

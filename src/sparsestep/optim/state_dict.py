@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,27 +13,23 @@ from sparsestep.memory.lazy import saved_by_row, strided
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.optim import state as states
 from sparsestep.optim.param_groups import ParamGroup, describe_param
-from sparsestep.optim.step import StepsParams
 from sparsestep.rules.int8 import convert_saved
 from sparsestep.rules.rule import Rule, StateSpec
 
+if TYPE_CHECKING:
+    from sparsestep.optim.optimizer import RuleOptimizer
+
 
 class LoadedState(NamedTuple):
-    """What is about to be loaded.
+    """A checkpoint, read and checked."""
 
-    Attributes:
-        missing: for each param group the options that the checkpoint does not know.
-        state: each parameter's, copied, in the dtype that it has here.
-        layouts: the masks of parameters whose state is packed.
-    """
-
-    missing: list[ParamGroup]
-    state: list[tuple[Tensor, dict[str, Any]]]
-    layouts: dict[Tensor, masks.PackedMask]
+    missing: list[ParamGroup]  # for each param group, options that the checkpoint does not know
+    state: list[tuple[Tensor, dict[str, Any]]]  # copied, in the dtype that it has here
+    layouts: dict[Tensor, masks.PackedMask]  # of parameters whose state is packed
 
 
 def read_state_dict(
-    optimizer: StepsParams, saved: Any, names: tuple[str, ...], *, copy: bool = True
+    optimizer: RuleOptimizer, saved: Any, names: tuple[str, ...], *, copy: bool = True
 ) -> LoadedState | None:
     """Read what ``state_dict()`` of this class or of torch's has written; changes nothing.
 
@@ -61,22 +57,14 @@ def read_state_dict(
             if key not in saved["state"]:
                 continue
             with error_prefix(describe_param(who, group, group_index, index)):
-                replaced = optimizer.state.get(param) or {}
                 param_state, packed = _read_param_state(
-                    optimizer,
-                    known,
-                    param,
-                    saved["state"][key],
-                    replaced,
-                    listed[index],
-                    copy=copy,
+                    optimizer, known, param, saved["state"][key], listed[index], copy=copy
                 )
             if packed is not None:
                 found.layouts[param] = packed
             if param_state.get("step") is not None:
-                param_state["step"] = states.new_step(
-                    known, param, int(param_state["step"]), is_tensor=optimizer.step_is_tensor
-                )
+                count = int(param_state["step"])
+                param_state["step"] = states.new_step(optimizer, known, param, count)
             found.state.append((param, param_state))
     return found
 
@@ -103,7 +91,7 @@ def _check_structure(saved: Any) -> None:
             raise InputError(message(requirement, keys or f"a {type(group).__name__}"))
 
 
-def _check_class(optimizer: StepsParams, rule: Rule, saved: ParamGroup) -> None:
+def _check_class(optimizer: RuleOptimizer, rule: Rule, saved: ParamGroup) -> None:
     """Refuse a group of another optimizer class.
 
     A missing option alone is no sign of it: torch's classes got new options over time. Options of
@@ -118,7 +106,7 @@ def _check_class(optimizer: StepsParams, rule: Rule, saved: ParamGroup) -> None:
         raise InputError(message(requirement + ", ".join(missing), ", ".join(foreign), remedy))
 
 
-def _check_group(optimizer: StepsParams, group_index: int, group: ParamGroup) -> None:
+def _check_group(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> None:
     """Refuse options that the constructor would refuse."""
     optimizer.check_group(group)
     is_dense = optimizer.semantics == "dense"
@@ -128,11 +116,10 @@ def _check_group(optimizer: StepsParams, group_index: int, group: ParamGroup) ->
 
 
 def _read_param_state(
-    optimizer: StepsParams,
+    optimizer: RuleOptimizer,
     group: ParamGroup,
     param: Tensor,
     saved: Any,
-    replaced: Mapping[str, Any],
     mask: Tensor | None,
     *,
     copy: bool,
@@ -159,13 +146,14 @@ def _read_param_state(
                 (saved[spec.name],) = states.relayout([value], first, param.shape, layout, wanted)
     if rule.counts_steps or saved.get("step") is not None:
         _check_step(saved)
+    replaced = optimizer.state.get(param) or {}
     loaded = states.convert_loaded(rule, param, saved, group.get("state_dtype"), given, replaced)
     return loaded, wanted
 
 
 def _to_strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Saved state without sparse tensors: torch's SGD may have some, and what masks let move."""
-    shapes = (param.shape, param.shape[:1])  # what does not fit is refused as it is
+    shapes = (param.shape, param.shape[:1])  # any other is refused later
     return {
         name: strided(f"its state {name!r}", value)
         if isinstance(value, Tensor) and value.shape in shapes
@@ -208,7 +196,7 @@ def _check_step(saved: Mapping[str, Any]) -> None:
         raise InputError(message(requirement, count))
 
 
-def unpacked_state(optimizer: StepsParams, param: Tensor) -> Mapping[str, Any] | None:
+def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any] | None:
     """Return the state of a parameter in its shape: if it is packed, a copy."""
     param_state: dict[str, Any] | None = optimizer.state.get(param)
     if not param_state or param not in optimizer.store.layouts:
@@ -225,9 +213,9 @@ def unpacked_state(optimizer: StepsParams, param: Tensor) -> Mapping[str, Any] |
 
 
 def masked_state(
-    optimizer: StepsParams, *, packed: bool
+    optimizer: RuleOptimizer, *, packed: bool
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """Yield the state of parameters with a mask: as it is, and as a checkpoint has it."""
+    """Yield the state of parameters with a mask, and its form in a checkpoint."""
     for group in optimizer.param_groups:
         listed = masks.per_param(group.get("mask"), group["params"])
         for param, mask in zip(group["params"], listed, strict=True):

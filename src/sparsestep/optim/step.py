@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from sparsestep._process import uninterrupted
-from sparsestep._torch import cat, coo_indices, disable_compiler, profiler_range
-from sparsestep.deferred.rows import DeferredRows, StepCatchUp
+from sparsestep._torch import cat, disable_compiler, profiler_range
+from sparsestep.deferred.rows import StepCatchUp
 from sparsestep.engines import EngineDispatcher, new_native_engine, rounding
-from sparsestep.engines.base import GroupSettings, ParamUpdate
-from sparsestep.engines.finishing import finish
+from sparsestep.engines.base import GroupSettings, ParamUpdate, finish
 from sparsestep.engines.native import TracedGroup, can_run_dense
-from sparsestep.engines.torch_fused import DenseBatch, TorchFusedEngine
+from sparsestep.engines.torch_fused import TorchFusedEngine
 from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
-from sparsestep.grads.compact import materialize
 from sparsestep.grads.exchange import source_of
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import (
@@ -30,6 +27,8 @@ from sparsestep.grads.layouts import (
     classify,
     indexed_grad,
     local_grad,
+    rows_of,
+    slots_to_rows,
     to_row_slots,
 )
 from sparsestep.memory import tensors as parameters
@@ -37,12 +36,13 @@ from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files,
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.optim import state as states
 from sparsestep.optim.explain import embedding_warning, explain_dense_gradient
-from sparsestep.optim.param_groups import Declares, ParamGroup, ParamGroups, Selections
+from sparsestep.optim.param_groups import ParamGroup, Selections
 from sparsestep.rules.options import torch_kernel_choice
 from sparsestep.rules.rule import StateSpec
 
 if TYPE_CHECKING:
     from sparsestep.engines.native import Claimed
+    from sparsestep.optim.optimizer import RuleOptimizer
 
 
 def reserve_rows(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]]) -> bool:
@@ -62,32 +62,9 @@ def reserve_rows(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]
     return True
 
 
-def rows_of(param: Tensor, grad: Any) -> list[Tensor | None]:
-    """Return the rows of a sparse gradient's entries, part by part; ``None`` for all rows."""
-    layout = classify(grad)
-    if layout is GradLayout.COMPACT:
-        return [_slots_to_rows(param, each.indices, each.num_slots) for each in grad.local_parts()]
-    if layout is GradLayout.STRIDED:
-        return [None]
-    if layout is not GradLayout.COO or grad.shape != param.shape or grad.device != param.device:
-        return []  # the core declines it
-    return [each.contiguous() for each in coo_indices(materialize(grad))[:1]]
-
-
 def reserve_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGrad) -> None:
     """Reserve and mark the rows that an engine has claimed."""
-    about_to_write(param, state, _slots_to_rows(param, gradient.indices, gradient.num_slots))
-
-
-def _slots_to_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | None:
-    if positions is None or not param.dim():
-        return None
-    positions = positions.reshape(-1).long()
-    if not len(param):
-        return positions.new_empty(0)
-    if slots != len(param):
-        positions = positions.div(max(1, slots // len(param)), rounding_mode="floor")
-    return positions.contiguous()
+    about_to_write(param, state, slots_to_rows(param, gradient.indices, gradient.num_slots))
 
 
 def to_local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradient]:
@@ -101,7 +78,7 @@ def to_local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gr
 
 
 def new_update(
-    optimizer: StepsParams,
+    optimizer: RuleOptimizer,
     group: dict[str, Any],
     settings: GroupSettings,
     index: int,
@@ -129,7 +106,7 @@ def new_update(
         states.check_step(rule, param_state)
         layout = optimizer.store.layout_of(rule, param, param_state)
         tensors = states.check_state(rule, memory, param_state, layout)
-        if tensors and not _same_layout(layout, packed):
+        if tensors and layout is not packed and (layout is None or not layout.same_as(packed)):
             tensors = states.replace_layout(rule, group, tensors, memory.shape, layout, packed)
             param_state = {**param_state, **dict(zip(rule.state_names, tensors, strict=True))}
     optimizer.store.check_writable(
@@ -145,10 +122,6 @@ def new_update(
     )
     update.packed = packed
     return update
-
-
-def _same_layout(one: masks.PackedMask | None, other: masks.PackedMask | None) -> bool:
-    return one is other or (one is not None and one.same_as(other))
 
 
 def _settings_of_param(
@@ -226,40 +199,10 @@ def engine_views(
     return real, gradient.view_as_real()
 
 
-class StepsParams(Declares, Protocol):
-    """What a step needs of ``RuleOptimizer``, which imports this module."""
-
-    engine: str
-    state: defaultdict[Tensor, Any]
-    groups: ParamGroups
-    store: states.StateStore
-    deferred: dict[int, DeferredRows]
-    used_engines: dict[int, tuple[Tensor, str, str]]
-    dense_embeddings: dict[int, tuple[Tensor, str]]
-    iterations: int
-    updates: int
-    step_is_tensor: ClassVar[bool]
-
-    def params(self) -> Iterator[Tensor]:
-        """Iterate over all parameters of all groups."""
-
-    def group_of(self, param: Tensor) -> dict[str, Any]:
-        """Return the group of a parameter."""
-        ...
-
-    @staticmethod
-    def torch_kernel(batch: DenseBatch, /) -> None:
-        """Run torch's own kernel on dense gradients."""
-
-
 class Step:
-    """The work of one step.
+    """The work of one step."""
 
-    Attributes:
-        duplicates: (group, parameter) of parameters that were given more than once.
-    """
-
-    def __init__(self, optimizer: StepsParams, traced: Sequence[TracedGroup] = ()) -> None:
+    def __init__(self, optimizer: RuleOptimizer, traced: Sequence[TracedGroup] = ()) -> None:
         self._optimizer = optimizer
         self._native = new_native_engine(optimizer.engine)
         if traced and self._native is not None:
@@ -275,7 +218,7 @@ class Step:
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
         self._params_before = 0  # in the groups that were added so far
         self._calls: list[Callable[[], object]] = []  # of the commit, after engines have written
-        self.duplicates: list[tuple[int, int]] = []
+        self.duplicates: list[tuple[int, int]] = []  # (group, parameter) that were seen before
 
     def add_group(
         self,
@@ -573,7 +516,8 @@ class Step:
         optimizer, param_state, group = self._optimizer, update.param_state, update.group
         if param_state is None:
             assert update.state is not None
-            param_state = _new_param_state(optimizer, update)
+            rule = update.settings.rule
+            param_state = states.new_param_state(optimizer, group, rule, update.key, update.state)
             if param_state:  # as with torch's SGD, nothing may show that the parameter is known
                 self._enter(optimizer.state, update.key, param_state)
         count = param_state.get("step")
@@ -582,32 +526,19 @@ class Step:
         elif count is not None:
             self._calls.append(partial(param_state.__setitem__, "step", update.step))
         elif update.seed is not None:  # a state that came without a count
-            count = states.new_step(
-                group, update.param, update.step, is_tensor=optimizer.step_is_tensor
-            )
+            count = states.new_step(optimizer, group, update.param, update.step)
             self._enter(param_state, "step", count)
 
 
 _uncompiled_run = disable_compiler(Step.run)
 
 
-def _first_param_state(optimizer: StepsParams, update: ParamUpdate) -> dict[str, Any]:
-    settings = update.settings
-    update.state = states.new_state(settings.rule, update.param, update.group, settings.state_dtype)
+def _first_param_state(optimizer: RuleOptimizer, update: ParamUpdate) -> dict[str, Any]:
+    group, rule = update.group, update.settings.rule
+    update.state = states.new_state(rule, update.param, group, update.settings.state_dtype)
     if mapped_files:
         reserve_checked(update.param, update.state, update.indexed)
-    return _new_param_state(optimizer, update)
-
-
-def _new_param_state(optimizer: StepsParams, update: ParamUpdate) -> dict[str, Any]:
-    assert update.state is not None
-    return states.new_param_state(
-        update.group,
-        update.settings.rule,
-        update.key,
-        update.state,
-        step_is_tensor=optimizer.step_is_tensor,
-    )
+    return states.new_param_state(optimizer, group, rule, update.key, update.state)
 
 
 _state_dtype = partial(states.state_dtype_for, StateSpec("any"))
@@ -620,7 +551,7 @@ class StepInBackward:
     """
 
     def __init__(
-        self, optimizer: StepsParams, params: Iterable[Tensor] | None, backwards: int
+        self, optimizer: RuleOptimizer, params: Iterable[Tensor] | None, backwards: int
     ) -> None:
         if not isinstance(backwards, int) or backwards < 1:
             raise InputError(message("backwards must be an integer, at least 1", backwards))

@@ -37,16 +37,10 @@ class Denominator(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A quantity that a symbolic value is a multiple of.
+    """A quantity that a symbolic value is a multiple of."""
 
-    Attributes:
-        kind: ``"one"``, ``"input"``, or ``"sign"`` or ``"root"`` of an input.
-        place: of the input.
-        denominator: what it is divided by, if anything.
-    """
-
-    kind: str
-    place: int
+    kind: str  # ``"one"``, ``"input"``, or ``"sign"`` or ``"root"`` of an input
+    place: int  # of the input
     denominator: Denominator | None = None
 
 
@@ -54,17 +48,11 @@ ONE = Term("one", -1)
 
 
 class SymbolicValue(NamedTuple):
-    """A value in closed form, if it has one, and what is known in any case.
+    """A value in closed form, if it has one, and what is known in any case."""
 
-    Attributes:
-        terms: factors of the terms whose sum it is; ``None`` without a closed form.
-        low: a lower bound.
-        is_finite: whether it is finite for finite inputs.
-    """
-
-    terms: Mapping[Term, float] | None
-    low: float = -math.inf
-    is_finite: bool = True
+    terms: Mapping[Term, float] | None  # factors of the terms of a sum; None: no closed form
+    low: float = -math.inf  # a lower bound
+    is_finite: bool = True  # for finite inputs
 
     @property
     def number(self) -> float | None:
@@ -275,27 +263,16 @@ class NoClosedFormError(Exception):
 
 
 class IdleForm(NamedTuple):
-    """What a step does to an entry whose gradient is zero.
-
-    Attributes:
-        kind: the class of the idle update.
-        decays: factors of the states, but for those that stay.
-        shrink: the factor of the parameter.
-        buffer: the state along which the parameter moves, if it does.
-        size: by how much it moves, of what its buffer is after the step.
-        square: the state by whose root that is divided, if it is.
-        factor: of that root, of what the square is after the step.
-        number: what is added to that root.
-    """
+    """The effect of a step on an entry whose gradient is zero."""
 
     kind: type[IdleUpdate]
-    decays: Mapping[str, float]
-    shrink: float
-    buffer: str = ""
-    size: float = 0.0
-    square: str = ""
-    factor: float = 1.0
-    number: float = 0.0
+    decays: Mapping[str, float]  # factors of the states, but for those that stay
+    shrink: float  # the factor of the parameter
+    buffer: str = ""  # the state along which the parameter moves, if it does
+    size: float = 0.0  # of that move, relative to the buffer after the step
+    square: str = ""  # the state whose root divides the move, if one does
+    factor: float = 1.0  # of the root of the square after the step
+    number: float = 0.0  # added to that root
 
 
 def _analyze(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleForm:

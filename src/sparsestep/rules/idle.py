@@ -1,80 +1,28 @@
-"""What a rule does to entries whose gradient is zero, for ``semantics="dense"``.
+"""Idle updates: the update of entries whose gradient is zero, for ``semantics="dense"``.
 
-A rule declares it as one of the classes below. In every step without a gradient each of its state
-tensors decays by a constant factor or stays, decoupled weight decay shrinks the parameter, and the
-class says how the parameter moves besides. All steps that a row skipped are applied at once, given
-as ``SkippedSteps``, in torch operations. The C++ counterpart, in
-``native/kernels/idle.h``, does the same.
+A rule declares its idle update as one of the classes below. In every step without a gradient, each
+state tensor decays by a constant factor or stays, decoupled weight decay shrinks the parameter, and
+the class adds a move of the parameter. All ``MissedSteps`` of a row are applied at once, in torch
+operations. The C++ counterpart is ``native/kernels/idle.h``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from sparsestep.deferred.catch_up import MissedSteps
+
 Hyperparams = Mapping[str, Any]
 
-# What an average whose sign counts never becomes smaller than; usually the smallest normal number.
+# The least magnitude of an average whose sign counts; usually the smallest normal number.
 _MIN_MAGNITUDE = {torch.float16: 2.0**-24}
-
-
-class SkippedSteps(Protocol):
-    """The steps that some rows missed. Tensors have a number for each row, in a column.
-
-    Attributes:
-        hyperparams: the options of the latest step; ``lr`` is the latest one that was not zero.
-        decays: the factor by which each state decays in a step; those that are not named stay.
-        eps: what ``AdamDrift`` adds to the root.
-        converges: whether the sums of a series are known.
-        max_error: the largest error of a series, relative to its first term.
-    """
-
-    hyperparams: Hyperparams
-    decays: Mapping[str, float]
-    eps: float
-    converges: bool
-    max_error: float
-
-    @property
-    def shrink(self) -> Tensor:
-        """What weight decay has left of the parameter."""
-        ...
-
-    @property
-    def had_gradient(self) -> Tensor:
-        """Which rows have ever had a gradient, so that there is something to move along."""
-        ...
-
-    @property
-    def sums(self) -> Tensor:
-        """The sum over the steps missed, of each term of the series."""
-        ...
-
-    @property
-    def center(self) -> Tensor:
-        """What a root is multiplied by, in about the middle of the steps."""
-        ...
-
-    def total_size(self, first: int | None = None) -> Tensor:
-        """The sum of the sizes of the steps missed; of the ``first`` few alone, if so many."""
-        ...
-
-    def what_is_left(self, name: str) -> Tensor:
-        """The factor by which a state has decayed in all of them."""
-        ...
-
-    def replay(self, buffer: str, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The steps of some rows, one by one.
-
-        Yields:
-            Their number from 1, their size times what is left of the buffer by then, and the root.
-        """
-        ...
 
 
 def _no_decay(hyperparams: Hyperparams) -> Mapping[str, float]:
@@ -91,76 +39,57 @@ def _get_eps(hyperparams: Hyperparams) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class IdleUpdate:
-    """How a parameter moves without a gradient.
+    """How a parameter moves without a gradient; functions get the options, most a step as well."""
 
-    Attributes:
-        decays: options to the factor by which each state decays in a step, by name; a state that is
-            not named stays.
-        size: ``(step, options)`` to the size of that step, and the root that ``AdamDrift`` divides
-            by.
-        shrink: ``(step, options)`` to what the formula itself leaves of the parameter, besides
-            decoupled weight decay; ``None`` for all of it.
-        eps: options to what ``AdamDrift`` adds to the root.
-        fits: ``(step, options)`` to whether that step has this form; ``None`` if all have.
-        buffer: the name of the state that gives the direction, if one does.
-        square: the name of the state that divides, if one does.
-        native: the name of the C++ kernel.
-        num_sums: how many sums over the steps it needs.
-        has_total: whether it needs the total of all sizes so far, instead of a series.
-        recomputes: whether it computes the parameter from its state: it writes it in any case, and
-            its kernel takes the options of the rule.
-    """
-
+    # The factor by which each state decays in a step, by name; a state that is not named stays.
     decays: Callable[[Hyperparams], Mapping[str, float]] = _no_decay
+    # The size of a step, and the root that ``AdamDrift`` divides by.
     size: Callable[[int, Hyperparams], tuple[float, float]] = _zero_step
+    # The factor of the parameter in the formula, besides decoupled weight decay; None: 1.
     shrink: Callable[[int, Hyperparams], float] | None = None
-    eps: Callable[[Hyperparams], float] = _get_eps
-    fits: Callable[[int, Hyperparams], bool] | None = None
-    buffer: str = ""
-    square: str = ""
-    native: str = ""
-    num_sums: ClassVar[int] = 1
-    has_total: ClassVar[bool] = False
+    eps: Callable[[Hyperparams], float] = _get_eps  # what ``AdamDrift`` adds to the root
+    fits: Callable[[int, Hyperparams], bool] | None = None  # whether a step has this form
+    buffer: str = ""  # the state that gives the direction, if one does
+    square: str = ""  # the state that divides, if one does
+    native: str = ""  # the C++ kernel
+    num_sums: ClassVar[int] = 1  # sums over the steps that it needs
+    has_total: ClassVar[bool] = False  # whether it needs the total of all sizes, not a series
+    # Whether it computes the parameter from its state: it always writes it, and its kernel takes
+    # the options of the rule.
     recomputes: ClassVar[bool] = False
 
     def ratio(self, decays: Mapping[str, float]) -> float:
-        """By what the terms of its series shrink from step to step; zero without a series."""
+        """Return the ratio of successive terms of its series; zero without a series."""
         return 0.0
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
-        """Where the parameter is after the steps missed; it and its state are in float64."""
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
+        """Return the parameter after the missed steps; it and its state are float64."""
         raise NotImplementedError
 
-    def decay(self, name: str, old: Tensor, skipped: SkippedSteps, dtype: torch.dtype) -> Tensor:
-        """What a state is after the steps missed, if it is stored as ``dtype``."""
+    def decay(self, name: str, old: Tensor, skipped: MissedSteps, dtype: torch.dtype) -> Tensor:
+        """Return a state after the missed steps, which is stored as ``dtype``."""
         return old * skipped.what_is_left(name) if name in skipped.decays else old
 
-    def has_moved(self, skipped: SkippedSteps) -> Tensor | bool:
-        """Which rows it has moved, of those that ever had a gradient; all where no sum tells."""
+    def has_moved(self, skipped: MissedSteps) -> Tensor | bool:
+        """Return which rows have moved, of those with a gradient before; all if not known."""
         return skipped.sums[0] != 0 if skipped.converges else True
 
-    def is_stale(self, skipped: SkippedSteps, before: Tensor, after: Tensor) -> Tensor:
-        """Which rows were not where they should have been."""
+    def is_stale(self, skipped: MissedSteps, before: Tensor, after: Tensor) -> Tensor:
+        """Return which rows were out of date."""
         return (skipped.shrink != 1) | skipped.had_gradient & self.has_moved(skipped)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoDrift(IdleUpdate):
-    """It does not move: weight decay is all that changes it.
-
-    Example:
-        >>> idle = NoDrift(decays=lambda hyperparams: {"square_avg": hyperparams["alpha"]})
-        >>> idle.decays({"alpha": 0.9})
-        {'square_avg': 0.9}
-    """
+    """It does not move: weight decay is all that changes it."""
 
     native: str = "still"
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
         """Decayed."""
         return param * skipped.shrink
 
-    def has_moved(self, skipped: SkippedSteps) -> bool:
+    def has_moved(self, skipped: MissedSteps) -> bool:
         """No row."""
         return False
 
@@ -172,10 +101,10 @@ class GeometricDrift(IdleUpdate):
     native: str = "geometric"
 
     def ratio(self, decays: Mapping[str, float]) -> float:
-        """That of the buffer."""
+        """Return the buffer's decay."""
         return decays.get(self.buffer, 1.0)
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
         """The sum of a geometric series, times the buffer."""
         if skipped.converges:
             total = skipped.sums[0]
@@ -194,13 +123,13 @@ class SignDrift(IdleUpdate):
     native: str = "sign_drift"
     has_total: ClassVar[bool] = True
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
         """The sum of the sizes, along the sign."""
         # A buffer that is gone after one step has no sign from then on.
         drift = skipped.total_size(first=None if skipped.decays[self.buffer] else 1)
         return param * skipped.shrink - state[self.buffer].sign() * drift
 
-    def decay(self, name: str, old: Tensor, skipped: SkippedSteps, dtype: torch.dtype) -> Tensor:
+    def decay(self, name: str, old: Tensor, skipped: MissedSteps, dtype: torch.dtype) -> Tensor:
         """The buffer never becomes zero, or it would lose its sign."""
         new = super().decay(name, old, skipped, dtype)
         if name != self.buffer or not skipped.decays[name]:
@@ -208,8 +137,8 @@ class SignDrift(IdleUpdate):
         least = _MIN_MAGNITUDE.get(dtype, torch.finfo(dtype).smallest_normal)
         return torch.where(new.abs() < least, old.sign() * least, new)
 
-    def has_moved(self, skipped: SkippedSteps) -> Tensor:
-        """Where any step had a size."""
+    def has_moved(self, skipped: MissedSteps) -> Tensor:
+        """Return where any step had a size."""
         return skipped.total_size() != 0
 
 
@@ -237,7 +166,7 @@ class AdamDrift(IdleUpdate):
         # A square that is gone at once leaves nothing to divide by.
         return buffer / root if root else math.inf if buffer else 0.0
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
         """By the series where it is exact enough, else step by step."""
         buffer, root = state[self.buffer], state[self.square].sqrt()
         *series, error = skipped.sums
@@ -251,7 +180,7 @@ class AdamDrift(IdleUpdate):
         move = torch.where(by_series, move, replayed)
         return param * skipped.shrink - torch.where(buffer == 0, 0.0, move)
 
-    def _replay(self, root: Tensor, skipped: SkippedSteps, where: Tensor) -> Tensor:
+    def _replay(self, root: Tensor, skipped: MissedSteps, where: Tensor) -> Tensor:
         """The sum of the moves of each entry, for a buffer of one, step by step."""
         total, decay = torch.zeros_like(root), self.root_decay(skipped.decays)
         rows = where.any(dim=1).nonzero().squeeze(1)
@@ -265,12 +194,9 @@ class RecomputeFromState(IdleUpdate):
     """The parameter is a function of its state and the options: it is recomputed.
 
     It rests in steps whose learning rate is zero. Nothing decays, the parameter included.
-
-    Attributes:
-        formula: state by name and options to the parameter.
     """
 
-    formula: Callable[[Mapping[str, Tensor], Hyperparams], Tensor]
+    formula: Callable[[Mapping[str, Tensor], Hyperparams], Tensor]  # of state by name, and options
     size: Callable[[int, Hyperparams], tuple[float, float]] = lambda step, hyperparams: (
         float(bool(hyperparams["lr"])),  # so their total counts the steps in which it did not rest
         1.0,
@@ -278,7 +204,7 @@ class RecomputeFromState(IdleUpdate):
     has_total: ClassVar[bool] = True
     recomputes: ClassVar[bool] = True
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: SkippedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
         """Recompute, unless every step size was zero."""
         if not skipped.hyperparams["lr"]:
             return param
@@ -286,8 +212,8 @@ class RecomputeFromState(IdleUpdate):
             skipped.total_size() == 0, param, self.formula(state, skipped.hyperparams)
         )
 
-    def is_stale(self, skipped: SkippedSteps, before: Tensor, after: Tensor) -> Tensor:
-        """Where it differs by more than a rounding, of bfloat16."""
+    def is_stale(self, skipped: MissedSteps, before: Tensor, after: Tensor) -> Tensor:
+        """Return where it differs by more than a rounding of bfloat16."""
         return ((after - before).abs() > after.abs() / 256).any(dim=1, keepdim=True)
 
 

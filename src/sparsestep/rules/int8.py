@@ -74,7 +74,7 @@ def _initial_scale(value: float) -> float:
 
 
 def num_encoded(state: Sequence[StateSpec]) -> int:
-    """How many of a rule's tensors are codes."""
+    """Return the number of state tensors that are stored as codes."""
     return sum(spec.dtype is torch.int8 for spec in state)
 
 

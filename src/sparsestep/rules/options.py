@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
@@ -24,17 +24,17 @@ from sparsestep.memory.tensors import FLOAT_DTYPES
 
 Betas: TypeAlias = tuple[float, float]
 
-# Who computes. "auto" takes the core where it can; all agree to the last places.
+# The engine. "auto" prefers the core; results agree to the last places.
 EngineName: TypeAlias = Literal["auto", "native", "reference", "triton"]
 
-# What an entry means that a gradient does not hold. "masked": it is not updated. "dense": its
+# The meaning of an entry that a gradient lacks. "masked": it is not updated. "dense": its
 # gradient is zero, so momentum and decoupled decay go on, when the row is next needed.
 Semantics: TypeAlias = Literal["masked", "dense"]
 
-# Whose updates Adam's bias correction counts: those of the parameter, or those of each row.
+# Adam's bias correction counts the updates of the parameter, or those of each row.
 BiasCorrectionMode: TypeAlias = Literal["global", "per_row"]
 
-# Which formula updates a parameter whose gradients are dense: that of rows, or that of elements.
+# The formula for parameters with dense gradients: row-wise or element-wise.
 DenseMode: TypeAlias = Literal["rowwise", "elementwise"]
 
 # A schedule that ends at zero may end just below: LinearLR(end_factor=0) does.
@@ -42,16 +42,7 @@ _ROUNDING = 1e-12
 
 
 def check_options(options: Mapping[str, Any], own: Collection[str] = ()) -> None:
-    """Refuse options of the wrong kind or out of range, except those of a user's ``own`` formula.
-
-    Example:
-        >>> check_options({"lr": 0.1, "betas": (0.9, 0.999), "maximize": False, "layer": 7})
-        >>> check_options({"lr": "1e-3"})
-        Traceback (most recent call last):
-        ...
-        sparsestep.errors.InputError: lr must be a number. Got '1e-3'. YAML reads 1e-3 as a \
-string: write 1.0e-3.
-    """
+    """Refuse options of the wrong kind or out of range, except a formula's ``own``."""
     for name, value in options.items():
         option = OPTIONS.get(name)
         if option is not None and option.check is not None and name not in own:
@@ -59,12 +50,7 @@ string: write 1.0e-3.
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return an option as a Python number; refuse any other kind.
-
-    Example:
-        >>> as_number("lr", torch.tensor(0.5))
-        0.5
-    """
+    """Return an option as a Python number; refuse any other kind."""
     if isinstance(value, float):
         return value
     if isinstance(value, Tensor):
@@ -90,12 +76,7 @@ def _element(value: Tensor) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as messages show it, whatever its type.
-
-    Example:
-        >>> format_value("1e-3"), format_value(torch.tensor(0.5)), format_value(torch.zeros(3, 2))
-        ("'1e-3'", '0.5', 'a tensor of shape (3, 2)')
-    """
+    """Return a value as messages show it, whatever its type."""
     if isinstance(value, Tensor):
         found = _element(value)
         is_number = not isinstance(found, Tensor)
@@ -163,12 +144,7 @@ def _betas(name: str, value: Any) -> None:
 
 
 def as_pair(value: Any) -> tuple[Any, Any] | None:
-    """Return the two items of a sequence, an array or a tensor; ``None`` for anything else.
-
-    Example:
-        >>> as_pair([0.9, 0.999]), as_pair("ab"), as_pair(0.9)
-        ((0.9, 0.999), None, None)
-    """
+    """Return the two items of a sequence, an array or a tensor; ``None`` for anything else."""
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__getitem__"):
         return None
     try:
@@ -183,38 +159,36 @@ def _is_switch(value: Any) -> bool:
     return isinstance(found, int) and found in (0, 1)
 
 
-def _switch(name: str, value: Any) -> None:
-    if not _is_switch(value):
-        raise InputError(message(f"{name} must be True or False", format_value(value)))
+def _must_be(requirement: str, is_valid: Callable[[Any], bool]) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if not is_valid(value):
+            raise InputError(message(f"{name} must be {requirement}", format_value(value)))
+
+    return check
 
 
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise InputError(message(f"{name} must be True or False", format_value(value)))
+def _one_of(modes: tuple[str, ...]) -> Callable[[str, Any], None]:
+    return _must_be(
+        f"one of {', '.join(modes)}", lambda value: isinstance(value, str) and value in modes
+    )
 
 
-def _switch_or_none(name: str, value: Any) -> None:
-    if value is not None and not _is_switch(value):
-        raise InputError(message(f"{name} must be True, False or None", format_value(value)))
-
-
-def _one_of(modes: tuple[str, ...], name: str, value: Any) -> None:
-    if not isinstance(value, str) or value not in modes:
-        requirement = f"{name} must be one of {', '.join(modes)}"
-        raise InputError(message(requirement, format_value(value)))
+_switch = _must_be("True or False", _is_switch)
+_flag = _must_be("True or False", lambda value: isinstance(value, bool))
+_switch_or_none = _must_be("True, False or None", lambda value: value is None or _is_switch(value))
+_seed = _must_be(
+    "an integer or None",
+    lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool)),
+)
 
 
 def _state_dtype(name: str, value: Any) -> None:
-    if value is None or (isinstance(value, torch.dtype) and _can_hold_state(value)):
-        return
-    meant = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
-    known = isinstance(meant, torch.dtype) and _can_hold_state(meant)
-    requirement = f"{name} must be a real float dtype, torch.int8 or None"
-    raise InputError(message(requirement, format_value(value), f"Pass {meant}" if known else ""))
-
-
-def _can_hold_state(dtype: torch.dtype) -> bool:
-    return dtype in FLOAT_DTYPES or dtype is torch.int8
+    dtypes = (*FLOAT_DTYPES, torch.int8)
+    if value is not None and not (isinstance(value, torch.dtype) and value in dtypes):
+        named = getattr(torch, value.removeprefix("torch."), "") if isinstance(value, str) else ""
+        requirement = f"{name} must be a real float dtype, torch.int8 or None"
+        remedy = f"Pass {named}" if named in dtypes else ""
+        raise InputError(message(requirement, format_value(value), remedy))
 
 
 def _max_norm(name: str, value: Any) -> None:
@@ -222,23 +196,12 @@ def _max_norm(name: str, value: Any) -> None:
         check_positive(name, value)
 
 
-def _seed(name: str, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise InputError(message(f"{name} must be an integer or None", format_value(value)))
-
-
 class Option(NamedTuple):
-    """A keyword argument of optimizers.
+    """A keyword argument of optimizers."""
 
-    Attributes:
-        description: what the documentation says about it.
-        check: refuses values of the wrong kind or out of range.
-        no_op: values that have no effect. Optimizers without the option accept these.
-    """
-
-    description: str
-    check: Callable[[str, Any], None] | None = None
-    no_op: tuple[Any, ...] = ()
+    description: str  # for the documentation
+    check: Callable[[str, Any], None] | None = None  # refuses invalid values
+    no_op: tuple[Any, ...] = ()  # without effect; optimizers without the option accept these
 
 
 _TORCH_KERNEL = "passed to torch's kernel; with ``None``, the core runs dense gradients on the CPU."
@@ -276,13 +239,13 @@ OPTIONS: dict[str, Option] = {
     "fused": Option(_TORCH_KERNEL, _switch_or_none, (None, False)),
     "bias_correction": Option(
         'by the steps of the parameter (``"global"``) or the row (``"per_row"``).',
-        partial(_one_of, get_args(BiasCorrectionMode)),
+        _one_of(get_args(BiasCorrectionMode)),
         ("global",),
     ),
     "dense": Option(
         'the formula for parameters with dense gradients: of rows (``"rowwise"``), or the '
         'element-wise one (``"elementwise"``).',
-        partial(_one_of, get_args(DenseMode)),
+        _one_of(get_args(DenseMode)),
         ("rowwise",),
     ),
     "engine": Option(
@@ -392,13 +355,34 @@ def check_row_constraint(group: Mapping[str, Any]) -> None:
             raise InputError(message(requirement, got, "Put it into a group without them"))
 
 
-def torch_kernel_choice(group: Mapping[str, Any]) -> str:
-    """Return the option that asks for torch's own kernel; empty if none does.
+class RowConstraint(NamedTuple):
+    """Rescales rows whose 2-norm is above a limit.
 
-    Example:
-        >>> torch_kernel_choice({"foreach": None}), torch_kernel_choice({"foreach": False})
-        ('', 'foreach=False')
+    Engines apply it to whole rows, after the formula and before rounding. The C++ counterpart is
+    ``native/kernels/constraint.h``.
     """
+
+    norm: float  # the 2-norm that a row is rescaled to
+    above: float  # the limit; 0 for ``normalize``, so that a row of zeros stays
+
+    @classmethod
+    def of_group(cls, group: Mapping[str, Any]) -> RowConstraint | None:
+        """Return what a param group asks for."""
+        if get_option(group, "normalize"):
+            return cls(1.0, 0.0)
+        limit = get_option(group, "max_norm")
+        return None if limit is None else cls(as_float(limit), as_float(limit))
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """Return the constrained rows of a matrix."""
+        wide = rows if rows.is_mps else rows.double()  # Apple's GPUs have no float64
+        norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+        factor = torch.where(norm > self.above, self.norm / norm, 1.0)
+        return (wide * factor).to(rows.dtype)
+
+
+def torch_kernel_choice(group: Mapping[str, Any]) -> str:
+    """Return the option that asks for torch's own kernel; empty if none does."""
     for name in ("differentiable", "capturable"):
         if group.get(name):
             return f"{name}=True"
@@ -414,12 +398,7 @@ def get_option(group: Mapping[str, Any], name: str) -> Any:
 
 
 def non_default(extras: dict[str, Any]) -> dict[str, Any]:
-    """The extras that differ from their defaults, with the seed that rounding needs.
-
-    Example:
-        >>> non_default({"state_dtype": None, "bias_correction": "per_row"})
-        {'bias_correction': 'per_row'}
-    """
+    """The extras that differ from their defaults, with the seed that rounding needs."""
     found = {}
     for name, value in extras.items():
         default = GROUP_DEFAULTS[name]
@@ -436,13 +415,7 @@ def uses_random_rounding(group: Mapping[str, Any]) -> bool:
 
 
 def ensure_seed(group: dict[str, Any]) -> int | None:
-    """The seed of a group's random rounding, which the group then keeps; ``None`` without it.
-
-    Example:
-        >>> group = {"stochastic_rounding": True, "rounding_seed": 7}
-        >>> ensure_seed(group), ensure_seed({})
-        (7, None)
-    """
+    """The seed of a group's random rounding, which the group then keeps; ``None`` without it."""
     if not uses_random_rounding(group):
         return None
     seed: int | None = group.get("rounding_seed")
@@ -460,14 +433,6 @@ def check_group_keys(
 
     Other keys are the user's own notes, as with torch. An option that is not ``known`` to the
     optimizer may have a ``neutral`` value.
-
-    Example:
-        >>> check_group_keys({"params": [], "weight_decay": 0.0, "layer": 7}, known=["lr"])
-        >>> check_group_keys({"params": [], "weigth_decay": 0.1}, known=["lr"])
-        Traceback (most recent call last):
-        ...
-        sparsestep.errors.InputError: unknown key 'weigth_decay'; did you mean 'weight_decay'? \
-Choose another name for a key of your own.
     """
     names = frozenset(known)
     unknown = [name for name in neutral if name in group and name not in names]
@@ -519,11 +484,6 @@ def as_float(value: Any) -> float:
 
 
 def as_floats(value: Any) -> Any:
-    """Return the same for an option that may be a pair of numbers.
-
-    Example:
-        >>> as_floats((torch.tensor(0.5), torch.tensor(0.75)))
-        (0.5, 0.75)
-    """
+    """Return the same for an option that may be a pair of numbers."""
     two = as_pair(value)
     return as_float(value) if two is None else tuple(map(as_float, two))

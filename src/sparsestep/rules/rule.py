@@ -31,25 +31,15 @@ from sparsestep.rules.idle import IdleUpdate
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One state tensor of a rule.
+    """One state tensor of a rule."""
 
-    Attributes:
-        name: its key in ``optimizer.state``, torch's name if torch has one.
-        initial: the initial value of every element, or the option that holds it.
-        per_row: one value per row of the parameter instead of one per element. The rule sees it as
-            a column beside rows.
-        dtype: if it differs from the parameter's other state.
-        int8_format: how it may be stored as int8, see ``int8.py``; ``None`` if the rounding would
-            harm training.
-        encode_initial: maps the initial value to what is stored, if they differ.
-    """
-
-    name: str
-    initial: float | str = 0.0
-    per_row: bool = False
-    dtype: torch.dtype | None = None
+    name: str  # its key in ``optimizer.state``, torch's name if torch has one
+    initial: float | str = 0.0  # of every element, or the option that has it
+    per_row: bool = False  # one value per row, not per element: the rule sees a column beside rows
+    dtype: torch.dtype | None = None  # if it differs from the parameter's other state
+    # How it may be stored as int8, see ``int8.py``; None if the rounding would harm training.
     int8_format: Literal["signed", "unsigned"] | None = None
-    encode_initial: Callable[[float], float] | None = None
+    encode_initial: Callable[[float], float] | None = None  # to what is stored, if that differs
 
 
 # Graphs of torch.compile hold no Python objects, so they name a rule by its key.
@@ -59,28 +49,16 @@ _serial = itertools.count(2)
 
 @dataclass(frozen=True)
 class Rule:
-    """An update formula.
+    """An update formula."""
 
-    Attributes:
-        name: the rule's name; that of its native kernel, too.
-        update: the formula.
-        state: the state tensors, in the order of ``update``: per element first, then per row.
-        has_native_kernel: whether the core has a kernel of this name.
-        counts_steps: whether the state has a ``step`` entry; torch's SGD has none.
-        idle_update: the update without a gradient, for ``semantics="dense"``; ``None`` if unknown.
-        traceable_update: the formula to trace if there is no kernel; ``None`` if the rule can only
-            be called.
-        key: the name, with a number if it is taken.
-    """
-
-    name: str
+    name: str  # that of its native kernel, too
     update: Callable[..., Any]
-    state: tuple[StateSpec, ...] = ()
+    state: tuple[StateSpec, ...] = ()  # in the order of ``update``: per element, then per row
     has_native_kernel: bool = False
-    counts_steps: bool = True
-    idle_update: IdleUpdate | None = None
-    traceable_update: Callable[..., Any] | None = None
-    key: str = field(init=False, repr=False, compare=False)
+    counts_steps: bool = True  # whether the state has a ``step`` entry; torch's SGD has none
+    idle_update: IdleUpdate | None = None  # without a gradient, for ``semantics="dense"``
+    traceable_update: Callable[..., Any] | None = None  # what to trace if there is no kernel
+    key: str = field(init=False, repr=False, compare=False)  # the name, numbered if it is taken
 
     def __post_init__(self) -> None:
         taken = self.name in rules_by_key
@@ -108,14 +86,7 @@ class Rule:
         return "step" in inspect.signature(self.update).parameters
 
     def pack_hyperparams(self, hyperparams: Mapping[str, Any]) -> tuple[float, ...]:
-        """Return the options of ``update`` as the native kernel takes them: in order, flat.
-
-        Example:
-            >>> def update(param, grad, *, lr, betas, nesterov): ...
-            >>> options = {"lr": 0.1, "betas": (0.5, 0.75), "nesterov": True}
-            >>> Rule("mine", update).pack_hyperparams(options)
-            (0.1, 0.5, 0.75, 1.0)
-        """
+        """Return the options of ``update`` as the native kernel takes them: in order, flat."""
         found: list[float] = []
         for name in self.hyperparam_names:
             values = hyperparams[name] if name == "betas" else [hyperparams[name]]

@@ -31,17 +31,11 @@ Argument: TypeAlias = int | ConstantRef
 
 
 class Operation(NamedTuple):
-    """What makes a value.
+    """An operation of a program, which computes a value."""
 
-    Attributes:
-        name: ``"input"``, or one of ``OPERATIONS``.
-        arguments: what it is made of; of an input none.
-        per_row: whether there is one number for each row, not one for each element.
-    """
-
-    name: str
-    arguments: tuple[Argument, ...]
-    per_row: bool
+    name: str  # ``"input"``, or one of ``OPERATIONS``
+    arguments: tuple[Argument, ...]  # of an input none
+    per_row: bool  # one number for each row, not one for each element
 
 
 def values_in(arguments: Iterable[Argument]) -> list[int]:
@@ -51,16 +45,7 @@ def values_in(arguments: Iterable[Argument]) -> list[int]:
 
 @dataclass
 class Program:
-    """What a formula does.
-
-    Attributes:
-        inputs: names of its first values: the parameter, its gradient, and the state.
-        operations: one for each value, inputs first.
-        constants: in the order in which operations take them.
-        results: the new parameter and state.
-        allow_float64: whether the formula may compute in float64, besides other values.
-        casts_to_float32: whether the formula converts to float32, which rules out float64 tensors.
-        tracers: of its values, while it is traced; the first one is never passed to the formula.
+    """A formula as a straight-line program.
 
     Example:
         >>> def update(param, grad, sum, *, lr):
@@ -78,12 +63,13 @@ class Program:
         return v8, v4
     """
 
-    inputs: tuple[str, ...]
-    operations: list[Operation] = field(default_factory=list)
-    constants: list[float] = field(default_factory=list)
-    results: tuple[int, ...] = ()
-    allow_float64: bool = False
-    casts_to_float32: bool = False
+    inputs: tuple[str, ...]  # names of the first values: parameter, gradient, state
+    operations: list[Operation] = field(default_factory=list)  # one for each value, inputs first
+    constants: list[float] = field(default_factory=list)  # in the order of their use
+    results: tuple[int, ...] = ()  # the new parameter and state
+    allow_float64: bool = False  # whether some values may be float64
+    casts_to_float32: bool = False  # which rules out float64 tensors
+    # Of its values, while it is traced; the first one is never passed to the formula.
     tracers: list[Tracer] = field(default_factory=list)
 
     @property
@@ -123,14 +109,7 @@ class Program:
         constant: Callable[[float], Value],
         apply: Callable[[str, list[Value]], Value],
     ) -> list[Value]:
-        """Evaluate the program in any arithmetic.
-
-        Example:
-            >>> from sparsestep.rules.rule import Rule
-            >>> program = trace(Rule("mine", lambda param, grad: param - 0.5 * grad), 1, {})
-            >>> program.evaluate(["a", "b"], str, lambda name, given: f"{name}({', '.join(given)})")
-            ['sub(a, mul(0.5, b))']
-        """
+        """Evaluate the program in any arithmetic."""
         found = list(inputs)
         for name, arguments, _ in self.operations[len(inputs) :]:
             given = [
@@ -258,7 +237,7 @@ class Tracer:
         return id(self)
 
 
-# What a formula calls, in terms of the operations there are
+# Functions that formulas call, in terms of ``OPERATIONS``
 
 _ALIASES = {
     **{"subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div"},

@@ -114,7 +114,7 @@ _EXPRESSIONS: Mapping[str, str] = {
 
 
 def _float64_values(operations: Sequence[Operation]) -> list[bool]:
-    """Which values are float64 in any kernel: from "wide" up to "narrow"."""
+    """Return which values are float64 in any kernel: from "wide" up to "narrow"."""
     found: list[bool] = []
     for name, arguments, _ in operations:
         among = any(found[place] for place in values_in(arguments))
