@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from sparsestep._native import ext, isa
 from sparsestep._process import uninterrupted
 from sparsestep._torch import version_of
 from sparsestep.deferred import history as histories
-from sparsestep.deferred.catch_up import catch_up_native, catch_up_reference
-from sparsestep.deferred.history import StepHistory
+from sparsestep.deferred.history import StepHistory, catch_up_native, catch_up_reference
 from sparsestep.engines.base import GroupSettings, ParamUpdate
 from sparsestep.engines.finishing import finish, reserve
 from sparsestep.engines.native import CachedPlan
@@ -32,22 +31,6 @@ from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files,
 from sparsestep.memory.tensors import INDEX_DTYPES, memory_of, out_of_range
 from sparsestep.rules._derive_idle import derive_idle_update
 from sparsestep.rules.rule import Rule
-
-
-class DeferredOptimizer(Protocol):
-    """What ``deferred/`` needs from an optimizer."""
-
-    param_groups: list[dict[str, Any]]
-    deferred: dict[int, DeferredRows]
-    semantics: str
-
-    def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
-        """Catch up deferred rows; all by default."""
-        ...
-
-    def catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
-        """Catch up valid rows of one parameter; ``None`` for all."""
-        ...
 
 
 def valid_rows(ids: Any, weight: Tensor) -> Tensor | None:
