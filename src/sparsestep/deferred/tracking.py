@@ -373,29 +373,16 @@ _VIEWS = (
 )
 
 
-def _of(*names: str) -> Callable[..., tuple[Any, Any]]:
-    """Reads a table and ids from the arguments of a function."""
-    weight, ids = names.index("weight"), names.index("ids")
-
-    def read(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if len(args) <= max(weight, ids):
-            named = dict(zip(("input", "weight"), args, strict=False)) | kwargs
-            return named.get("weight"), named.get("input")
-        return args[weight], args[ids]
-
-    return read
-
-
-def _selected(table: Any, dim: Any = None, index: Any = None) -> tuple[Any, Any]:
-    return (table, index) if type(dim) is int and dim == 0 else (None, None)
+def _selected(input: Any, dim: Any, index: Any, **_: Any) -> tuple[Any, Any]:
+    return (input, index) if type(dim) is int and dim == 0 else (None, None)
 
 
 # Functions that read rows: the table and the ids among their arguments.
 _ROW_READS: dict[Any, Callable[..., tuple[Any, Any]]] = {
-    functional.embedding: _of("ids", "weight"),
-    functional.embedding_bag: _of("ids", "weight"),
-    torch.embedding: _of("weight", "ids"),
-    Tensor.__getitem__: _of("weight", "ids"),
+    functional.embedding: lambda input, weight, *_, **__: (weight, input),
+    functional.embedding_bag: lambda input, weight, *_, **__: (weight, input),
+    torch.embedding: lambda weight, indices, *_, **__: (weight, indices),
+    Tensor.__getitem__: lambda table, index: (table, index),
     torch.index_select: _selected,
     Tensor.index_select: _selected,
 }
@@ -443,6 +430,10 @@ class ReadGuard:
 class _GuardedMixin:
     """``__torch_function__`` that calls the guards of its arguments."""
 
+    def _catch_up(self) -> None:
+        for guard in getattr(self, _NAME):
+            guard.before(None, (), {})
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -465,8 +456,7 @@ class GuardedView(_GuardedMixin, Tensor):
     """A view of a guarded table, as in a state dict. Copies of it are ordinary tensors."""
 
     def _current(self) -> Tensor:
-        for guard in getattr(self, _NAME):
-            guard.before(None, (), {})
+        self._catch_up()
         with without_torch_function():
             return self.as_subclass(Tensor)
 
@@ -490,8 +480,7 @@ class GuardedParameter(_GuardedMixin, nn.Parameter):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        for guard in getattr(self, _NAME):
-            guard.before(None, (), {})
+        self._catch_up()
         with without_torch_function():
             plain = self.detach()
             return rebuild_parameter, (plain, self.requires_grad, OrderedDict())

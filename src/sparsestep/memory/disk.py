@@ -37,9 +37,6 @@ _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 _NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL}
 
-# On Windows, a mapped file can be neither replaced nor renamed.
-CAN_REMAP = sys.platform != "win32"
-
 # Do not reserve memory for pages that may never be touched: the system would refuse more than it
 # has. Python has a name for it from 3.13 on.
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)

@@ -17,7 +17,6 @@ import gc
 import math
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsestep._native import ext
-from sparsestep._process import uninterrupted
+from sparsestep._process import fork_safe_lock, uninterrupted
 from sparsestep._torch import version_of
 from sparsestep.errors import InputError, SlowWarning, message, warn_once
 from sparsestep.memory import disk, formats, lazy
@@ -120,19 +119,9 @@ class MappedFile(mmap.mmap):
             os.close(self.descriptor)
 
     @property
-    def shape(self) -> torch.Size:
-        """Shape of the table."""
-        return self.header.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the table."""
-        return self.header.dtype
-
-    @property
     def rows(self) -> FileRows:
         """Position of its rows."""
-        return FileRows(self.shape[0], self.layout.row_bytes, HEADER_BYTES, mmap.PAGESIZE)
+        return FileRows(self.header.shape[0], self.layout.row_bytes, HEADER_BYTES, mmap.PAGESIZE)
 
     def tensor(self, name: str = TABLE) -> Tensor:
         """The table, or the state of this name that lies in its rows."""
@@ -143,7 +132,7 @@ class MappedFile(mmap.mmap):
         field = self.layout.fields[name]
         count = len(memory) // field.dtype.itemsize
         flat = torch.frombuffer(memory, dtype=field.dtype, count=count)
-        return flat.as_strided((self.shape[0], *field.shape), self.layout.strides(name))
+        return flat.as_strided((self.rows.total, *field.shape), self.layout.strides(name))
 
     def words(self) -> Tensor:
         """The bytes of all rows, as rows of the widest integers that divide a row."""
@@ -196,7 +185,7 @@ class MappedFile(mmap.mmap):
         The first write to a clean page needs blocks for the whole folio that it is cached in. If
         the file was read in order, that is up to 2 MiB, holes included.
         """
-        if rows is None or not hasattr(os, "fstatvfs"):
+        if rows is None:
             return False
         free, file = os.fstatvfs(self.descriptor), os.fstat(self.descriptor)
         pages = rows.numel() * (self.rows.row_bytes // self.rows.page_bytes + 2)
@@ -326,8 +315,6 @@ def _map(descriptor: int, size: int) -> MappedFile:
 
     That one would keep the file on the disk after a load has replaced it.
     """
-    if not disk.CAN_REMAP:
-        return MappedFile(descriptor, size)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | disk.NORESERVE
     try:
         file = MappedFile(-1, size, flags=flags)
@@ -356,16 +343,7 @@ def _remove_leftovers(path: str) -> None:
 _ATTEMPTS = 100
 
 # Only one thread opens files at a time, so that a process maps each file once.
-_opening = threading.RLock()
-
-
-def _after_fork() -> None:
-    global _opening
-    _opening = threading.RLock()  # the thread that held it does not exist here
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_opening = fork_safe_lock()
 
 
 def _opened(path: str, wanted: FileHeader) -> int:
@@ -427,11 +405,11 @@ def file_of(tensor: Tensor) -> MappedFile | None:
     if file is None:
         return None
     if not file.header.state:
-        whole = tensor.numel() == math.prod(file.shape) and tensor.is_contiguous()
+        whole = tensor.numel() == math.prod(file.header.shape) and tensor.is_contiguous()
         return file if whole else None
     name = next(n for n, offset in file.layout.offsets.items() if file.address + offset == begin)
     field = file.layout.fields[name]
-    is_all = tensor.shape == (file.shape[0], *field.shape) and tensor.dtype == field.dtype
+    is_all = tensor.shape == (file.rows.total, *field.shape) and tensor.dtype == field.dtype
     return file if is_all and tensor.stride() == file.layout.strides(name) else None
 
 

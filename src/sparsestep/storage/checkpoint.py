@@ -136,14 +136,14 @@ class MappedState:
             for each, place in self.places.items()
             if place.file is file and place.key != TABLE
         }
-        row_bytes, room = file.layout.row_bytes, file.header.state
-        return Layout(name, tuple(file.shape), file.dtype, row_bytes, room, inside)
+        shape, dtype, room, _ = file.header
+        return Layout(name, tuple(shape), dtype, file.layout.row_bytes, room, inside)
 
     def prepare_note(self, manifest: Manifest) -> Callable[[], None]:
         """Prepare to record that all rows are saved; returns a function that cannot fail."""
         for _, file, _ in self._tables.values():
             if file.dirty_rows is None:
-                rows = torch.Size([file.shape[0]])
+                rows = torch.Size([file.rows.total])
                 file.dirty_rows = lazy.zeros(rows, torch.bool, torch.device("cpu"))
         saved_in = [
             (file, manifest.id if self.is_laid_out_alike(manifest, name) else None)
@@ -264,9 +264,6 @@ class Replacements(ExitStack):
 
     def create(self, file: MappedFile, role: str) -> tuple[str, int]:
         """Create an empty temporary file next to a file; returns its path and descriptor."""
-        if not disk.CAN_REMAP:
-            requirement = "load: the system must be able to replace a file that is in use"
-            raise OSError(errno.EOPNOTSUPP, message(requirement, "one that cannot"))
         file.lock()
         path = temporary_path(file.path, role)
         self.callback(disk.remove, path)
@@ -280,7 +277,7 @@ class Replacements(ExitStack):
         path, descriptor = self.create(file, "loading")
         disk.write(descriptor, file.header.encode(), 0)
         os.ftruncate(descriptor, file.header.file_bytes)
-        staged = open_file(path, file.shape, file.dtype, state=file.header.state)
+        staged = _open_like(path, file.header)
         self.stage(file, staged)
         return staged
 
@@ -309,15 +306,18 @@ class Replacements(ExitStack):
             swap.rename()
 
 
+def _open_like(path: str, header: FileHeader) -> MappedFile:
+    return open_file(path, header.shape, header.dtype, state=header.state)
+
+
 class _Swap:
     """One file and its new content."""
 
     def __init__(self, stack: ExitStack, file: MappedFile, staged: MappedFile) -> None:
         self._file, self._staged = file, staged
         self._old_header, self._old_reserved = file.header, file.reserved
-        duplicated = uninterrupted(lambda: io.FileIO(os.dup(file.descriptor), "r+"))
-        old = stack.enter_context(duplicated)
-        self._old = old.fileno()
+        old = uninterrupted(lambda: io.FileIO(os.dup(file.descriptor), "r+"))
+        self._old = stack.enter_context(old).fileno()
         self._path = os.path.realpath(file.path)
         # A file that was deleted, or replaced by another of its name, has no name to take over.
         self._is_named = _is_same(self._path, file.descriptor)
@@ -519,13 +519,13 @@ def _stage(folder: Path, manifest: Manifest, what: MappedState, replacements: Re
     """Write what the files of the tables will be to temporary files, and verify it."""
     copies, others = {}, {}
     for number, table in enumerate(manifest.tables):
-        layout, header = table.layout, table.layout.header
+        layout = table.layout
         is_alike = what.is_laid_out_alike(manifest, layout.name)
         file = what.places[layout.name].file
         role = "loading" if is_alike else f"source-{number}"
         path, descriptor = replacements.create(file, role)
         journal.copy_base(folder, table, descriptor)
-        copies[number] = open_file(path, header.shape, header.dtype, state=header.state)
+        copies[number] = _open_like(path, table.layout.header)
         if is_alike:
             replacements.stage(file, copies[number])
         else:

@@ -423,7 +423,7 @@ def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) ->
             _check_journal_header(source)
             for part in journal.parts:
                 some_files = [files[index] for index in part.tables]
-                rows = _read_rows(source, part.rows, min(file.shape[0] for file in some_files))
+                rows = _read_rows(source, part.rows, min(file.rows.total for file in some_files))
                 for file in some_files:
                     _replay_rows(source, rows, file)
             source.verify(journal.file)
