@@ -395,9 +395,9 @@ def _alive_at(descriptor: int) -> MappedFile | None:
     return next((f for f in _alive() if os.path.sameopenfile(f.descriptor, descriptor)), None)
 
 
-def file_of(tensor: Tensor) -> MappedFile | None:
+def file_of(tensor: object) -> MappedFile | None:
     """The file of a tensor that is all of its table or of a state in its rows; or ``None``."""
-    if not mapped_files:
+    if not mapped_files or not isinstance(tensor, Tensor):
         return None
     begin = address(tensor)
     found = mapped_files.get(begin)
@@ -430,13 +430,9 @@ def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> 
     file = file_of(param)
     if file is None:
         return
-    files = {id(file): file}
-    for each in state:
-        found = file_of(each) if isinstance(each, Tensor) else None
-        if found is not None:
-            files[id(found)] = found
-    for known in files.values():
-        known.reserve(rows)
+    for each in dict.fromkeys((file, *map(file_of, state))):
+        if each is not None:
+            each.reserve(rows)
     if file.dirty_rows is not None:
         file.mark(None if file.was_modified(param) else rows)
 
@@ -585,7 +581,7 @@ def _is_in_row(file: MappedFile, name: str, value: object) -> bool:
 def settle(state: dict[str, Any]) -> None:
     """Move what ``copy_state`` has set aside to the rows; changes ``state`` in place."""
     for name, value in state.items():
-        aside = file_of(value) if isinstance(value, Tensor) else None
+        aside = file_of(value)
         if aside is not None and aside.settles_in is not None:
             file, of_state = aside.settles_in
             _clear(file, of_state)

@@ -61,7 +61,7 @@ class MappedState:
         self.places: dict[str, Place] = {}  # every tensor in files, by name
         self.rest: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
         for name, value in model.state_dict().items():
-            file = file_of(value) if isinstance(value, Tensor) else None
+            file = file_of(value)
             if file is None:
                 self.rest["model"][name] = value
             else:
@@ -86,10 +86,9 @@ class MappedState:
                 self._add_table(f"param.{index}", param, file)
         state: dict[Any, dict[str, Any]] = {index: {} for index in saved["state"]}
         for index, param_state in saved["state"].items():
-            param = params.get(index)
-            of = None if param is None else file_of(param)
+            of = file_of(params.get(index))
             for key, value in param_state.items():
-                file = file_of(value) if isinstance(value, Tensor) else None
+                file = file_of(value)
                 name = f"optimizer.{index}.{key}"
                 if file is None or of is None:
                     state[index][key] = value
@@ -162,10 +161,8 @@ class MappedState:
 
     def is_laid_out_alike(self, manifest: Manifest, name: str) -> bool:
         """Whether a file has the same layout here as in a checkpoint."""
-        if name not in self.files:
-            return False
-        own = self._layout(name)
-        return any(table.layout == own for table in manifest.tables)
+        layouts = [table.layout for table in manifest.tables]
+        return name in self.files and self._layout(name) in layouts
 
     def check(self, manifest: Manifest) -> None:
         """Refuse a checkpoint of other tables."""

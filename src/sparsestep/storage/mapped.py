@@ -26,7 +26,7 @@ Batch = TypeVar("Batch")
 
 class _IsMapped(type(Tensor)):  # type: ignore[misc]
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, Tensor) and file_of(instance) is not None
+        return file_of(instance) is not None
 
 
 class Mapped(Tensor, metaclass=_IsMapped):
