@@ -1,9 +1,8 @@
-"""Dense semantics at sparse cost: a row catches up with missed steps when it is next needed.
+"""The rows of a parameter whose updates are deferred, and their catch-up as a phase of a step.
 
 Under ``semantics="dense"`` a missing entry is a gradient of zero: momentum, averages and weight
 decay go on. That update is deferred. Each row has the step after which it is current, and catches
-up with all later steps at once before it is read or updated. ``history.py`` has the sums for it,
-and the rule's idle update (``rules/idle.py``) applies them, in torch operations and in the core.
+up with all later steps at once before it is read or updated.
 """
 
 from __future__ import annotations
@@ -382,11 +381,8 @@ class DeferredRows:
 
     def with_settings(self, settings: GroupSettings) -> DeferredRows:
         """The same rows, all of them current, under another rule or other options."""
-        now, never_updated = self.history.now, self.never_updated
-        rows = DeferredRows(settings, self.num_rows, now, new=False)
-        rows._steps.initialize(None)
-        rows.last_step.copy_(torch.where(never_updated, ~now, now))
-        rows.param = self.param
+        rows = DeferredRows(settings, self.num_rows, self.history.now, new=False)
+        rows._steps, rows.param = self._steps, self.param
         return rows
 
     def prepare_growth(self, num_rows: int) -> Callable[[], None]:
@@ -514,12 +510,11 @@ class StepCatchUp:
 
     def _rows_for(self, pending: _Pending) -> tuple[DeferredRows, int]:
         """The parameter's deferred rows, and how many were stale if all had to catch up."""
-        update, stale = pending.update, 0
+        update, state, stale = pending.update, None, 0
         rows = self._deferred.get(id(update.key))
-        if rows is None or rows.param is not update.key or rows.num_rows != pending.num_rows:
-            return self._new_rows(pending), 0  # the parameter was replaced
-        state = rows.state_tensors(update.param_state)
-        if state is None:
+        if rows is not None and rows.param is update.key and rows.num_rows == pending.num_rows:
+            state = rows.state_tensors(update.param_state)
+        if rows is None or state is None:  # the parameter or its state was replaced
             return self._new_rows(pending), 0
         is_dense, matches = pending.indices is None, rows.matches(update.settings)
         has_other_mask = not rows.has_mask(pending.selection)

@@ -528,13 +528,13 @@ def to_be_replaced(params: Iterable[Tensor]) -> Iterator[None]:
 
     It is zeroed at the end, unless all bytes of the file have been replaced.
     """
-    found = {id(file): file for param in params if (file := _table_file(param)) is not None}
-    for file in found.values():
+    found = {file for param in params if (file := _table_file(param)) is not None}
+    for file in found:
         file.to_clear = set()
     try:
         yield
     finally:
-        for file in found.values():
+        for file in found:
             names, file.to_clear = file.to_clear or set(), None
             for name in names:
                 _clear(file, name)

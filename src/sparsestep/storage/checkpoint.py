@@ -43,10 +43,9 @@ class Place(NamedTuple):
 
 
 class _TableFiles(NamedTuple):
-    """A table with its file, and all files of it and its state, whose rows change together."""
+    """A table, and all files of it and its state, whose rows change together."""
 
     tensor: Tensor
-    file: MappedFile
     files: dict[str, MappedFile]
 
 
@@ -57,7 +56,7 @@ class MappedState:
         optimizer.catch_up()
         optimizer.complete_state()
         self._model, self._optimizer = model, optimizer
-        self._tables: dict[int, _TableFiles] = {}
+        self._tables: dict[MappedFile, _TableFiles] = {}
         self.places: dict[str, Place] = {}  # every tensor in files, by name
         self.rest: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
         for name, value in model.state_dict().items():
@@ -72,8 +71,8 @@ class MappedState:
         }
 
     def _add_table(self, name: str, tensor: Tensor, file: MappedFile) -> None:
-        if id(file) not in self._tables:
-            self._tables[id(file)] = _TableFiles(tensor, file, {name: file})
+        if file not in self._tables:
+            self._tables[file] = _TableFiles(tensor, {name: file})
             self.places[name] = Place(file, TABLE)
 
     def _add_state(self, saved: dict[str, Any]) -> None:
@@ -95,7 +94,7 @@ class MappedState:
                 elif file is of:  # in the rows of its table
                     self.places[name] = Place(of, key)
                 else:
-                    self._tables[id(of)].files[name] = file
+                    self._tables[of].files[name] = file
                     self.places[name] = Place(file, TABLE)
         saved["state"] = state
 
@@ -110,7 +109,7 @@ class MappedState:
         """Rows that were written since a checkpoint."""
         numbers = {table.layout.name: number for number, table in enumerate(manifest.tables)}
         parts = []
-        for tensor, file, files in self._tables.values():
+        for file, (tensor, files) in self._tables.items():
             assert file.dirty_rows is not None
             if file.was_modified(tensor):
                 file.mark(None)
@@ -140,7 +139,7 @@ class MappedState:
 
     def prepare_note(self, manifest: Manifest) -> Callable[[], None]:
         """Prepare to record that all rows are saved; returns a function that cannot fail."""
-        for _, file, _ in self._tables.values():
+        for file in self._tables:
             if file.dirty_rows is None:
                 rows = torch.Size([file.rows.total])
                 file.dirty_rows = lazy.zeros(rows, torch.bool, torch.device("cpu"))
@@ -150,7 +149,7 @@ class MappedState:
         ]
 
         def note() -> None:
-            for tensor, file, _ in self._tables.values():
+            for file, (tensor, _) in self._tables.items():
                 assert file.dirty_rows is not None
                 file.dirty_rows.zero_()
                 file.version = version_of(tensor)
@@ -249,15 +248,8 @@ class Replacements(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._staged: dict[int, tuple[MappedFile, MappedFile]] = {}
-        self._swaps: list[_Swap] = []
-        self.callback(self._staged.clear)
-        self.callback(self._swaps.clear)
-
-    @property
-    def files(self) -> list[MappedFile]:
-        """The files whose content is about to be replaced."""
-        return [file for file, _ in self._staged.values()]
+        self.swaps: dict[MappedFile, _Swap] = {}  # by the file whose content is replaced
+        self.callback(self.swaps.clear)
 
     def create(self, file: MappedFile, role: str) -> tuple[str, int]:
         """Create an empty temporary file next to a file; returns its path and descriptor."""
@@ -269,36 +261,34 @@ class Replacements(ExitStack):
         os.fchmod(made.fileno(), os.fstat(file.descriptor).st_mode & 0o777)
         return path, made.fileno()
 
-    def create_zeros(self, file: MappedFile) -> MappedFile:
+    def stage(self, file: MappedFile, path: str) -> MappedFile:
+        """Open a temporary file of the same layout as the new content of a file."""
+        staged = _open_like(path, file.header)
+        staged.lock()  # before it takes the place of the file
+        self.swaps[file] = _Swap(file, staged)
+        return staged
+
+    def stage_zeros(self, file: MappedFile) -> None:
         """Create new content of a file that is all zeros."""
         path, descriptor = self.create(file, "loading")
         disk.write(descriptor, file.header.encode(), 0)
         os.ftruncate(descriptor, file.header.file_bytes)
-        staged = _open_like(path, file.header)
-        self.stage(file, staged)
-        return staged
-
-    def stage(self, file: MappedFile, staged: MappedFile) -> None:
-        """Register a temporary file of the same layout as the new content of a file."""
-        staged.lock()  # before it takes the place of the file
-        self._staged[id(file)] = file, staged
+        self.stage(file, path)
 
     def prepare(self) -> None:
         """Do everything that can fail before the first change."""
-        for file, staged in self._staged.values():
-            staged.flush_to_disk()
-            staged.evict()
-            self._swaps.append(_Swap(self, file, staged))
+        for swap in self.swaps.values():
+            swap.prepare(self)
 
     def switch(self, undo: ExitStack) -> None:
         """Switch all tensors to the new files. How to undo it is registered first."""
-        for swap in self._swaps:
+        for swap in self.swaps.values():
             undo.callback(swap.restore)
             swap.switch()
 
     def rename(self, undo: ExitStack) -> None:
         """Give the new files the names of the old ones. How to undo it is registered first."""
-        for swap in self._swaps:
+        for swap in self.swaps.values():
             undo.callback(swap.rename_back)
             swap.rename()
 
@@ -310,37 +300,36 @@ def _open_like(path: str, header: FileHeader) -> MappedFile:
 class _Swap:
     """One file and its new content."""
 
-    def __init__(self, stack: ExitStack, file: MappedFile, staged: MappedFile) -> None:
-        self._file, self._staged = file, staged
-        self._old_header, self._old_reserved = file.header, file.reserved
+    def __init__(self, file: MappedFile, staged: MappedFile) -> None:
+        self._file, self.staged = file, staged
+        self._path = os.path.realpath(file.path)
+        self._backup = temporary_path(file.path, "replaced")
+        self._is_named = self._has_backup = False
+
+    def prepare(self, stack: ExitStack) -> None:
+        """Write the new content to the disk, and keep the old one until ``stack`` is closed."""
+        file = self._file
+        self.staged.flush_to_disk()
+        self.staged.evict()
+        self._before = file.header, file.reserved
         old = uninterrupted(lambda: io.FileIO(os.dup(file.descriptor), "r+"))
         self._old = stack.enter_context(old).fileno()
-        self._path = os.path.realpath(file.path)
         # A file that was deleted, or replaced by another of its name, has no name to take over.
         self._is_named = _is_same(self._path, file.descriptor)
-        self._backup = temporary_path(file.path, "replaced")
-        self._has_backup = self._is_named and self._back_up(stack)
-
-    def _back_up(self, stack: ExitStack) -> bool:
-        stack.callback(disk.remove, self._backup)
-        disk.remove(self._backup)
-        try:
-            os.link(self._path, self._backup)
-        except OSError as error:
-            if error.errno not in disk.NO_LINKS:
-                raise
-            return False
-        return True
+        if self._is_named:
+            stack.callback(disk.remove, self._backup)
+            disk.remove(self._backup)
+            self._has_backup = disk.link(self._path, self._backup)
 
     def switch(self) -> None:
-        self._file.switch_to(self._staged.descriptor, self._staged.header, self._staged.reserved)
+        self._file.switch_to(self.staged.descriptor, self.staged.header, self.staged.reserved)
 
     def restore(self) -> None:
-        self._file.switch_to(self._old, self._old_header, self._old_reserved)
+        self._file.switch_to(self._old, *self._before)
 
     def rename(self) -> None:
         if self._is_named:
-            os.replace(self._staged.path, self._path)
+            os.replace(self.staged.path, self._path)
 
     def rename_back(self) -> None:
         if self._has_backup and not _is_same(self._path, self._old):
@@ -522,23 +511,21 @@ def _stage(folder: Path, manifest: Manifest, what: MappedState, replacements: Re
         role = "loading" if is_alike else f"source-{number}"
         path, descriptor = replacements.create(file, role)
         journal.copy_base(folder, table, descriptor)
-        copies[number] = _open_like(path, table.layout.header)
         if is_alike:
-            replacements.stage(file, copies[number])
+            copies[number] = replacements.stage(file, path)
         else:
+            copies[number] = _open_like(path, layout.header)
             others[number] = layout
     journal.replay(folder, manifest, copies)
-    alike = {id(file) for file in replacements.files}
-    staged = {
-        id(file): replacements.create_zeros(file)
-        for file in what.files.values()
-        if id(file) not in alike
-    }
+    for file in what.files.values():
+        if file not in replacements.swaps:
+            replacements.stage_zeros(file)
     for number, layout in others.items():
         copies[number].advise("SEQUENTIAL")
         for name, key in layout.tensors.items():
             place = what.places[name]
-            copy_rows(copies[number].tensor(key), staged[id(place.file)].tensor(place.key))
+            staged = replacements.swaps[place.file].staged
+            copy_rows(copies[number].tensor(key), staged.tensor(place.key))
 
 
 def _replace(
@@ -553,7 +540,7 @@ def _replace(
         replacements.rename(undo)
         undo.pop_all()
     note_as_saved()
-    for file in replacements.files:
+    for file in replacements.swaps:
         if file.to_clear is not None:
             file.to_clear.clear()
 
