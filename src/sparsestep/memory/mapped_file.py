@@ -478,7 +478,7 @@ def new_state(
 
 
 def _table_file(param: Tensor) -> MappedFile | None:
-    """The file whose table this is: state, as a parameter of its own, has its state in memory."""
+    """The file whose table a parameter is; ``None`` for state that is used as a parameter."""
     file = file_of(param)
     return file if file is not None and file.address == address(param) else None
 
@@ -543,11 +543,10 @@ def to_be_replaced(params: Iterable[Tensor]) -> Iterator[None]:
 def copy_state(
     param: Tensor, name: str, value: Tensor, dtype: torch.dtype, replaced: object = None
 ) -> Tensor | None:
-    """Create state with these values in or next to a parameter's file.
+    """Create state with these values in or next to a parameter's file, unless it is there already.
 
-    A value in the right place is not copied. If ``replaced``, the state that it replaces, lies in
-    the rows, ``settle`` overwrites it, and not this call: the rest of the checkpoint may be
-    refused. Returns ``None`` if the parameter is not in a file.
+    State in the rows (``replaced``) is not overwritten yet, because the rest of the checkpoint may
+    be refused: ``settle`` does it. Returns ``None`` if the parameter is not in a file.
     """
     file, source = _table_file(param), file_of(value)
     if file is None:
