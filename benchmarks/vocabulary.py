@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.nn.vocabulary.id_table import IdTable
+from sparsestep.nn.id_table import IdTable
 
 BATCH, SETS = 65_536, 8
 

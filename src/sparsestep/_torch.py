@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.torch_version import TorchVersion
@@ -129,14 +130,11 @@ dispatch_modes: Callable[[], int] = _private(
     "leave lookups to torch where something watches its operations",
     lambda: 1,  # something may
 )
-_forward_ad = _private(
-    "torch.autograd.forward_ad", "leave lookups to torch that carry derivatives forward"
-)
 
 
 def forward_level() -> int:
     """How deeply forward derivatives are nested, from 0; -1 if there are none."""
-    return int(getattr(_forward_ad, "_current_level", 0))
+    return int(getattr(forward_ad, "_current_level", 0))
 
 
 def assume_constant_result(function: Function) -> Function:

@@ -129,7 +129,7 @@ def error_prefix(who: str) -> Iterator[None]:
 
 
 def _shorten(got: object) -> str:
-    """What it says, in one line: a tensor, or an error of torch's, may go on for pages."""
+    """Return ``str(got)`` in one line, shortened: a tensor, or an error of torch's, may be long."""
     try:
         text = " ".join(str(got).split())
     except Exception:  # a subclass of Tensor that does not even print

@@ -15,7 +15,7 @@ from sparsestep.distributed.checkpoint._reshard import (
     reassign_ids,
 )
 from sparsestep.distributed.collectives import Collectives
-from sparsestep.nn.vocabulary.id_table import Options
+from sparsestep.nn.id_table import Options
 
 # Two ranks have saved: the first has rows 0, 2, 4 and 6, the second 1, 3 and 5.
 ROWS, COLUMNS = 7, 2

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sparsestep.nn.vocabulary.id_table import IdTable, Options
+from sparsestep.nn.id_table import IdTable, Options
 
 
 def splitmix64(number: int) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from sparsestep.errors import InputError
 from sparsestep.nn import hash_strings
-from sparsestep.nn.vocabulary import strings as module
+from sparsestep.nn import strings as module
 
 np: Any = pytest.importorskip("numpy")
 

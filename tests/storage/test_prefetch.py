@@ -27,7 +27,7 @@ def requests(monkeypatch) -> list[tuple[str, list[int]]]:
     def submit(file, rows):
         found.append((os.path.basename(file.path), rows.tolist()))
 
-    module = importlib.import_module("sparsestep.storage.prefetch")  # the name is the function's
+    module = importlib.import_module("sparsestep.storage.mapped")  # the name is the function's
     monkeypatch.setattr(module._thread, "submit", submit)
     return found
 

@@ -1,16 +1,15 @@
-"""Dense semantics at sparse cost: a row catches up with missed steps when it is next needed.
+"""The rows of a parameter whose updates are deferred, and their catch-up as a phase of a step.
 
 Under ``semantics="dense"`` a missing entry is a gradient of zero: momentum, averages and weight
 decay go on. That update is deferred. Each row has the step after which it is current, and catches
-up with all later steps at once before it is read or updated. ``history.py`` has the sums for it,
-and the rule's idle update (``rules/idle.py``) applies them, in torch operations and in the core.
+up with all later steps at once before it is read or updated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from sparsestep._native import ext, isa
 from sparsestep._process import uninterrupted
 from sparsestep._torch import version_of
 from sparsestep.deferred import history as histories
-from sparsestep.deferred.catch_up import catch_up_native, catch_up_reference
-from sparsestep.deferred.history import StepHistory
+from sparsestep.deferred.history import StepHistory, catch_up_native, catch_up_reference
 from sparsestep.engines.base import GroupSettings, ParamUpdate, finish, reserve
 from sparsestep.engines.native import CachedPlan
 from sparsestep.errors import InputError, SlowWarning, StaleWarning, message, warn_once
@@ -31,22 +29,6 @@ from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files,
 from sparsestep.memory.tensors import INDEX_DTYPES, memory_of, out_of_range
 from sparsestep.rules._derive_idle import derive_idle_update
 from sparsestep.rules.rule import Rule
-
-
-class DeferredOptimizer(Protocol):
-    """What ``deferred/`` needs from an optimizer."""
-
-    param_groups: list[dict[str, Any]]
-    deferred: dict[int, DeferredRows]
-    semantics: str
-
-    def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
-        """Catch up deferred rows; all by default."""
-        ...
-
-    def catch_up_rows(self, param: Tensor, rows: Tensor | None) -> None:
-        """Catch up valid rows of one parameter; ``None`` for all."""
-        ...
 
 
 def valid_rows(ids: Any, weight: Tensor) -> Tensor | None:
@@ -398,11 +380,8 @@ class DeferredRows:
 
     def with_settings(self, settings: GroupSettings) -> DeferredRows:
         """The same rows, all of them current, under another rule or other options."""
-        now, never_updated = self.history.now, self.never_updated
-        rows = DeferredRows(settings, self.num_rows, now, new=False)
-        rows._steps.initialize(None)
-        rows.last_step.copy_(torch.where(never_updated, ~now, now))
-        rows.param = self.param
+        rows = DeferredRows(settings, self.num_rows, self.history.now, new=False)
+        rows._steps, rows.param = self._steps, self.param
         return rows
 
     def prepare_growth(self, num_rows: int) -> Callable[[], None]:
@@ -530,12 +509,11 @@ class StepCatchUp:
 
     def _rows_for(self, pending: _Pending) -> tuple[DeferredRows, int]:
         """The parameter's deferred rows, and how many were stale if all had to catch up."""
-        update, stale = pending.update, 0
+        update, state, stale = pending.update, None, 0
         rows = self._deferred.get(id(update.key))
-        if rows is None or rows.param is not update.key or rows.num_rows != pending.num_rows:
-            return self._new_rows(pending), 0  # the parameter was replaced
-        state = rows.state_tensors(update.param_state)
-        if state is None:
+        if rows is not None and rows.param is update.key and rows.num_rows == pending.num_rows:
+            state = rows.state_tensors(update.param_state)
+        if rows is None or state is None:  # the parameter or its state was replaced
             return self._new_rows(pending), 0
         is_dense, matches = pending.indices is None, rows.matches(update.settings)
         has_other_mask = not rows.has_mask(pending.selection)

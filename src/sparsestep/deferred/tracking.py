@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsestep._torch import (
     hook_averaged_models,
     is_exporting,
     own_parameters,
+    rebuild_parameter,
     unhook_averaged_models,
+    without_torch_function,
 )
-from sparsestep.deferred.guard import GuardedParameter, ReadGuard
-from sparsestep.deferred.rows import DeferredOptimizer, valid_rows
+from sparsestep.deferred.rows import valid_rows
 from sparsestep.errors import InputError, StaleWarning, message, warn
 
 _trackers: Any = WeakIdKeyDictionary()  # weak references to optimizers, by parameter
 
 
-def _register_tracker(owner: DeferredOptimizer, params: Iterable[Tensor]) -> Callable[[], None]:
+def _register_tracker(owner: Any, params: Iterable[Tensor]) -> Callable[[], None]:
     """Register the optimizer that tracks these parameters; returns the call that undoes it."""
     for param in params:
         _trackers.setdefault(param, []).append(weakref.ref(owner))
@@ -147,10 +151,8 @@ class Tracking:
     A copy of the model is current but not tracked: its weights are not this optimizer's.
     """
 
-    def __init__(
-        self, optimizer: DeferredOptimizer | None, model: nn.Module, *, guard: bool = False
-    ) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any, model: nn.Module, *, guard: bool = False) -> None:
+        self._optimizer = optimizer  # None for a copy
         self._undo: list[Callable[[], None]] = []
         if optimizer is None:
             return
@@ -181,16 +183,14 @@ class Tracking:
             torch.compiler.reset()
 
     def _hook_forward(self, module: nn.Module, *, own: bool) -> None:
-        if hasattr(type(module), "rows_read"):
-            before: Any = self._before_declared_reads
-        elif not own:
-            return
-        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            before = self._before_lookup
-            if module.max_norm is not None:  # renormalizes the rows that it reads
+        before: Any = self._before_lookup
+        if not hasattr(type(module), "rows_read"):
+            if not own:
+                return
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                before = self._before_dense_read
+            elif module.max_norm is not None:  # renormalizes the rows that it reads
                 self._undo.append(module.register_forward_hook(self._after_renorm).remove)
-        else:
-            before = self._before_dense_read
         self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
 
     def _hook_state_dict(self, module: nn.Module) -> None:
@@ -200,29 +200,19 @@ class Tracking:
             module.register_load_state_dict_pre_hook(self._catch_up).remove,
         ]
 
-    def _before_lookup(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _before_lookup(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _is_in_graph(module, args, kwargs):
             return
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        self._read(weight, args[0] if args else kwargs.get("input"))
-
-    def _before_declared_reads(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if _is_in_graph(module, args, kwargs):
-            return
-        for weight, ids in module.rows_read(*args, **kwargs):
-            self._read(weight, ids)
+        if hasattr(type(module), "rows_read"):
+            reads = module.rows_read(*args, **kwargs)
+        else:
+            reads = [(module.weight, args[0] if args else kwargs.get("input"))]
+        for weight, ids in reads:
+            _uncompiled(self._catch_up_ids)(weight, ids)
 
     def _before_dense_read(self, module: nn.Module, *_: Any) -> None:
         reader = type(module).__name__ if torch.is_grad_enabled() else None
-        if torch.compiler.is_compiling():
-            torch.compiler.disable(self._catch_up_module)(module, reader)
-        else:
-            self._catch_up_module(module, reader)
+        _uncompiled(self._catch_up_module)(module, reader)
 
     def _catch_up_module(self, module: nn.Module, reader: str | None = None) -> None:
         optimizer = self._optimizer
@@ -241,18 +231,11 @@ class Tracking:
             if deferred is not None:
                 deferred.note_write(weight)
 
-    def _read(self, weight: Tensor, ids: Any) -> None:
-        if torch.compiler.is_compiling():
-            torch.compiler.disable(self._catch_up_ids)(weight, ids)
-        else:
-            self._catch_up_ids(weight, ids)
-
     def _catch_up_ids(self, weight: Tensor, ids: Any) -> None:
-        # The module raises if an id is invalid.
-        if self._optimizer is not None:
-            inside = valid_rows(ids, weight)
-            if inside is not None:
-                self._optimizer.catch_up_rows(_param_aliased_by(self._optimizer, weight), inside)
+        optimizer = self._optimizer
+        inside = None if optimizer is None else valid_rows(ids, weight)
+        if inside is not None:  # else the module raises: an id is invalid
+            optimizer.catch_up_rows(_param_aliased_by(optimizer, weight), inside)
 
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
         if self._optimizer is None:
@@ -284,6 +267,10 @@ class Tracking:
         return _untracked, ()
 
 
+def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
+
 def _is_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a lookup is an operation of a graph, which catches up rows itself."""
     if not torch.compiler.is_compiling() or is_exporting():
@@ -291,7 +278,7 @@ def _is_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return hasattr(type(module), "fits_graph") and bool(module.fits_graph(*args, **kwargs))
 
 
-def _param_aliased_by(optimizer: DeferredOptimizer, weight: Tensor) -> Tensor:
+def _param_aliased_by(optimizer: Any, weight: Tensor) -> Tensor:
     """The optimizer's parameter that a tensor aliases, as ``functional_call`` passes them."""
     if not optimizer.deferred or id(weight) in optimizer.deferred or weight.is_meta:
         return weight
@@ -318,7 +305,7 @@ def _trackable_params(model: nn.Module) -> Iterator[Tensor]:
             yield from module.parameters()
 
 
-def _check_model(optimizer: DeferredOptimizer, model: Any, known: set[int]) -> None:
+def _check_model(optimizer: Any, model: Any, known: set[int]) -> None:
     who = type(optimizer).__name__
     if not isinstance(model, nn.Module):
         requirement = f"{who}: track needs a model, an nn.Module"
@@ -336,3 +323,207 @@ def _check_model(optimizer: DeferredOptimizer, model: Any, known: set[int]) -> N
 
 def _untracked() -> Tracking:
     return Tracking(None, nn.Module())
+
+
+# The guard of ``track(model, guard=True)``
+#
+# A guarded parameter is the same object in the same memory, but torch calls its
+# ``__torch_function__`` before each operation. Operations that read rows catch up these rows first,
+# others catch up all rows. A view reads nothing, but is guarded as well. The price is a call into
+# Python for every operation on the parameter, and no fast path in the optimizer.
+
+_NAME = "_sparsestep_guard"  # of the attribute of a tensor that has one
+
+
+def _methods(*names: str) -> set[Any]:
+    return {getattr(Tensor, name) for name in names if hasattr(Tensor, name)}
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
+
+
+# Metadata: never reads the data.
+_METADATA = (
+    _getters("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn")
+    | _getters("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_xla")
+    | _getters("is_mps", "is_xpu", "is_hpu", "is_mkldnn", "is_sparse_csr", "is_ort", "is_vulkan")
+    | _getters("ndim", "itemsize", "nbytes", "names", "_version", "output_nr", "retains_grad")
+    | _getters("_base", "_grad", "_has_symbolic_sizes_strides")
+    | _getters("_backward_hooks", "_post_accumulate_grad_hooks")
+    | _methods("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset")
+    | _methods("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_conj")
+    | _methods("is_neg", "is_signed", "is_shared", "is_pinned", "is_set_to", "is_coalesced")
+    | _methods("element_size", "get_device", "data_ptr", "__len__", "register_hook")
+    | _methods("register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "has_names")
+    | _methods("new_zeros", "new_empty", "new_ones", "new_full", "dim_order", "__hash__")
+    | _methods("_is_view")
+    | {getattr(Tensor, name).__set__ for name in ("grad", "_grad", "requires_grad")}
+    | {getattr(Tensor, name).__delete__ for name in ("grad", "_grad")}
+    | {torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.rand_like}
+    | {torch.randn_like, torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
+)
+# Always views. Others may copy, and count as reads.
+_VIEWS = (
+    _getters("data", "T", "mT", "H", "mH")
+    | _methods("detach", "view", "view_as", "t", "transpose", "permute", "unsqueeze", "squeeze")
+    | _methods("as_subclass", "swapaxes", "swapdims", "movedim")
+    | {torch.t, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.detach}
+    | {torch.view_as_real}
+)
+
+
+def _selected(input: Any, dim: Any, index: Any, **_: Any) -> tuple[Any, Any]:
+    return (input, index) if type(dim) is int and dim == 0 else (None, None)
+
+
+# Functions that read rows: the table and the ids among their arguments.
+_ROW_READS: dict[Any, Callable[..., tuple[Any, Any]]] = {
+    functional.embedding: lambda input, weight, *_, **__: (weight, input),
+    functional.embedding_bag: lambda input, weight, *_, **__: (weight, input),
+    torch.embedding: lambda weight, indices, *_, **__: (weight, indices),
+    Tensor.__getitem__: lambda table, index: (table, index),
+    torch.index_select: _selected,
+    Tensor.index_select: _selected,
+}
+
+
+class ReadGuard:
+    """Catches up deferred rows of a table before they are read."""
+
+    def __init__(self, optimizer: Any, table: Tensor) -> None:
+        self._optimizer: Any = weakref.ref(optimizer)  # the table keeps the guard
+        self._table: Any = weakref.ref(table)
+        if not isinstance(table, GuardedParameter):
+            setattr(table, _NAME, [])
+            table.__class__ = GuardedParameter
+        getattr(table, _NAME).append(self)  # several, where optimizers share the table
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Catch up the rows that a function is about to read."""
+        optimizer, table = self._optimizer(), self._table()
+        if optimizer is None or table is None:
+            return
+        deferred = optimizer.deferred.get(id(table))
+        if deferred is None or deferred.in_step or not deferred.has_deferred:
+            return
+        rows, reads = None, _ROW_READS.get(func)
+        if reads is not None:
+            weight, ids = reads(*args, **kwargs)
+            is_table = isinstance(weight, Tensor) and weight.shape == table.shape
+            if is_table and _shares_storage(weight, table):
+                rows = valid_rows(ids, table)
+        optimizer.catch_up_rows(table, rows)
+
+    def remove(self) -> None:
+        """Remove the guard."""
+        table = self._table()
+        if table is None:
+            return
+        guards = getattr(table, _NAME)  # views share the list
+        guards.remove(self)
+        if not guards:
+            delattr(table, _NAME)
+            table.__class__ = nn.Parameter
+
+
+class _GuardedMixin:
+    """``__torch_function__`` that calls the guards of its arguments."""
+
+    def _catch_up(self) -> None:
+        for guard in getattr(self, _NAME):
+            guard.before(None, (), {})
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with without_torch_function():
+            if func in _METADATA:
+                return func(*args, **kwargs)
+            guarded = list(_guarded((args, kwargs)))
+            if func not in _VIEWS:
+                for guard in (guard for tensor in guarded for guard in getattr(tensor, _NAME)):
+                    guard.before(func, args, kwargs)
+            result = func(*args, **kwargs)
+            for tensor in guarded:
+                result = _guard_views(result, tensor)
+            return result
+
+
+class GuardedView(_GuardedMixin, Tensor):
+    """A view of a guarded table, as in a state dict. Copies of it are ordinary tensors."""
+
+    def _current(self) -> Tensor:
+        self._catch_up()
+        with without_torch_function():
+            return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self._current(), memo)
+        found: Tensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._current().__reduce_ex__(protocol)
+
+
+class GuardedParameter(_GuardedMixin, nn.Parameter):
+    """A guarded table. Copies of it are ordinary parameters."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.clone().detach(), self.requires_grad)
+        found: nn.Parameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._catch_up()
+        with without_torch_function():
+            plain = self.detach()
+            return rebuild_parameter, (plain, self.requires_grad, OrderedDict())
+
+
+def readable(table: Tensor, ids: Any) -> Tensor:
+    """Return a table for code that reads the rows ``ids`` without torch's functions.
+
+    Deferred rows of a guarded table catch up first. The result is a plain tensor, so that a guard
+    does not rule out the fast path.
+    """
+    if type(table) is not GuardedParameter:
+        return table
+    with without_torch_function():
+        for guard in getattr(table, _NAME):
+            guard.before(functional.embedding, (ids, table), {})
+        return table.detach()
+
+
+def _guarded(found: Any) -> Iterator[Tensor]:
+    """The guarded tensors among arguments."""
+    if isinstance(found, _GuardedMixin):
+        if hasattr(found, _NAME):
+            assert isinstance(found, Tensor)
+            yield found
+    elif isinstance(found, tuple | list | dict):
+        for each in found.values() if isinstance(found, dict) else found:
+            yield from _guarded(each)
+
+
+def _shares_storage(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.layout is torch.strided
+        and one.device == other.device
+        and (one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
+    )
+
+
+def _guard_views(result: Any, tensor: Tensor) -> Any:
+    """Results in the memory of a guarded tensor are guarded as well."""
+    if isinstance(result, tuple | list) and type(result) in (tuple, list):
+        return type(result)(_guard_views(each, tensor) for each in result)
+    if type(result) is Tensor and _shares_storage(result, tensor):
+        result.__class__ = GuardedView
+        setattr(result, _NAME, getattr(tensor, _NAME))
+    return result

@@ -18,10 +18,10 @@ from sparsestep.distributed.placement import ByRow, check_int, hash_owner
 from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, drawn, prepare_grow
+from sparsestep.nn.id_table import Evict, IdTable, IdTableSnapshot
 from sparsestep.nn.interop import excluded_from_compile
-from sparsestep.nn.vocabulary.id_table import Evict, IdTable, IdTableSnapshot
-from sparsestep.nn.vocabulary.vocabulary import Attached, flat_ids
-from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
+from sparsestep.nn.vocabulary import Attached, flat_ids
+from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
 
 # Seeds of new rows carry the rank in their upper bits, so ranks draw different values.
 RANK_SHIFT = 40

@@ -34,11 +34,8 @@ _CHUNK_BYTES = 16 << 20
 
 # Errors of file systems without locks, without hard links, and without reserved blocks.
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
-NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 _NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL}
-
-# On Windows, a mapped file can be neither replaced nor renamed.
-CAN_REMAP = sys.platform != "win32"
 
 # Do not reserve memory for pages that may never be touched: the system would refuse more than it
 # has. Python has a name for it from 3.13 on.
@@ -113,7 +110,13 @@ def create(path: str, head: bytes, size: int, *, replace: bool) -> int | None:
             write(descriptor, head, 0)
             allocate_in_memory(descriptor)
             os.fchmod(descriptor, 0o644)
-            if replace or not _link(temporary, target):
+            if replace:
+                os.replace(temporary, target)
+            elif link(temporary, target):
+                os.unlink(temporary)
+            elif os.path.lexists(target):
+                raise FileExistsError
+            else:
                 os.replace(temporary, target)
         except BaseException as error:
             os.close(descriptor)
@@ -124,17 +127,14 @@ def create(path: str, head: bytes, size: int, *, replace: bool) -> int | None:
     return descriptor
 
 
-def _link(temporary: str, target: str) -> bool:
-    """Give a file a name that is free; ``False`` on file systems without hard links."""
+def link(path: str, other: str) -> bool:
+    """Give a file another name, which is free; ``False`` on file systems without hard links."""
     try:
-        os.link(temporary, target)
+        os.link(path, other)
     except OSError as error:
-        if error.errno not in NO_LINKS:
+        if error.errno not in _NO_LINKS:
             raise
-        if os.path.lexists(target):
-            raise FileExistsError from None
         return False
-    os.unlink(temporary)
     return True
 
 

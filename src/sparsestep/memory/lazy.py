@@ -51,7 +51,7 @@ _INDEX_BYTES = 8
 class SavedByRow(Tensor):
     """A tensor that ``torch.save`` writes as sparse COO if that takes less than half the space.
 
-    Rows whose bits are all zero are left out. To load it does not take this library.
+    Rows whose bits are all zero are left out. Torch alone can load it.
 
     Example:
         >>> import io

@@ -17,7 +17,6 @@ import gc
 import math
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from sparsestep._native import ext
-from sparsestep._process import uninterrupted
+from sparsestep._process import fork_safe_lock, uninterrupted
 from sparsestep._torch import version_of
 from sparsestep.errors import InputError, SlowWarning, message, warn_once
 from sparsestep.memory import disk, formats, lazy
@@ -120,19 +119,9 @@ class MappedFile(mmap.mmap):
             os.close(self.descriptor)
 
     @property
-    def shape(self) -> torch.Size:
-        """Shape of the table."""
-        return self.header.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the table."""
-        return self.header.dtype
-
-    @property
     def rows(self) -> FileRows:
         """Position of its rows."""
-        return FileRows(self.shape[0], self.layout.row_bytes, HEADER_BYTES, mmap.PAGESIZE)
+        return FileRows(self.header.shape[0], self.layout.row_bytes, HEADER_BYTES, mmap.PAGESIZE)
 
     def tensor(self, name: str = TABLE) -> Tensor:
         """The table, or the state of this name that lies in its rows."""
@@ -143,7 +132,7 @@ class MappedFile(mmap.mmap):
         field = self.layout.fields[name]
         count = len(memory) // field.dtype.itemsize
         flat = torch.frombuffer(memory, dtype=field.dtype, count=count)
-        return flat.as_strided((self.shape[0], *field.shape), self.layout.strides(name))
+        return flat.as_strided((self.rows.total, *field.shape), self.layout.strides(name))
 
     def words(self) -> Tensor:
         """The bytes of all rows, as rows of the widest integers that divide a row."""
@@ -196,7 +185,7 @@ class MappedFile(mmap.mmap):
         The first write to a clean page needs blocks for the whole folio that it is cached in. If
         the file was read in order, that is up to 2 MiB, holes included.
         """
-        if rows is None or not hasattr(os, "fstatvfs"):
+        if rows is None:
             return False
         free, file = os.fstatvfs(self.descriptor), os.fstat(self.descriptor)
         pages = rows.numel() * (self.rows.row_bytes // self.rows.page_bytes + 2)
@@ -326,8 +315,6 @@ def _map(descriptor: int, size: int) -> MappedFile:
 
     That one would keep the file on the disk after a load has replaced it.
     """
-    if not disk.CAN_REMAP:
-        return MappedFile(descriptor, size)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | disk.NORESERVE
     try:
         file = MappedFile(-1, size, flags=flags)
@@ -356,16 +343,7 @@ def _remove_leftovers(path: str) -> None:
 _ATTEMPTS = 100
 
 # Only one thread opens files at a time, so that a process maps each file once.
-_opening = threading.RLock()
-
-
-def _after_fork() -> None:
-    global _opening
-    _opening = threading.RLock()  # the thread that held it does not exist here
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_opening = fork_safe_lock()
 
 
 def _opened(path: str, wanted: FileHeader) -> int:
@@ -417,9 +395,9 @@ def _alive_at(descriptor: int) -> MappedFile | None:
     return next((f for f in _alive() if os.path.sameopenfile(f.descriptor, descriptor)), None)
 
 
-def file_of(tensor: Tensor) -> MappedFile | None:
+def file_of(tensor: object) -> MappedFile | None:
     """The file of a tensor that is all of its table or of a state in its rows; or ``None``."""
-    if not mapped_files:
+    if not mapped_files or not isinstance(tensor, Tensor):
         return None
     begin = address(tensor)
     found = mapped_files.get(begin)
@@ -427,11 +405,11 @@ def file_of(tensor: Tensor) -> MappedFile | None:
     if file is None:
         return None
     if not file.header.state:
-        whole = tensor.numel() == math.prod(file.shape) and tensor.is_contiguous()
+        whole = tensor.numel() == math.prod(file.header.shape) and tensor.is_contiguous()
         return file if whole else None
     name = next(n for n, offset in file.layout.offsets.items() if file.address + offset == begin)
     field = file.layout.fields[name]
-    is_all = tensor.shape == (file.shape[0], *field.shape) and tensor.dtype == field.dtype
+    is_all = tensor.shape == (file.rows.total, *field.shape) and tensor.dtype == field.dtype
     return file if is_all and tensor.stride() == file.layout.strides(name) else None
 
 
@@ -452,13 +430,9 @@ def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> 
     file = file_of(param)
     if file is None:
         return
-    files = {id(file): file}
-    for each in state:
-        found = file_of(each) if isinstance(each, Tensor) else None
-        if found is not None:
-            files[id(found)] = found
-    for known in files.values():
-        known.reserve(rows)
+    for each in dict.fromkeys((file, *map(file_of, state))):
+        if each is not None:
+            each.reserve(rows)
     if file.dirty_rows is not None:
         file.mark(None if file.was_modified(param) else rows)
 
@@ -504,7 +478,7 @@ def new_state(
 
 
 def _table_file(param: Tensor) -> MappedFile | None:
-    """The file whose table this is: state, as a parameter of its own, has its state in memory."""
+    """The file whose table a parameter is; ``None`` for state that is used as a parameter."""
     file = file_of(param)
     return file if file is not None and file.address == address(param) else None
 
@@ -554,13 +528,13 @@ def to_be_replaced(params: Iterable[Tensor]) -> Iterator[None]:
 
     It is zeroed at the end, unless all bytes of the file have been replaced.
     """
-    found = {id(file): file for param in params if (file := _table_file(param)) is not None}
-    for file in found.values():
+    found = {file for param in params if (file := _table_file(param)) is not None}
+    for file in found:
         file.to_clear = set()
     try:
         yield
     finally:
-        for file in found.values():
+        for file in found:
             names, file.to_clear = file.to_clear or set(), None
             for name in names:
                 _clear(file, name)
@@ -569,11 +543,10 @@ def to_be_replaced(params: Iterable[Tensor]) -> Iterator[None]:
 def copy_state(
     param: Tensor, name: str, value: Tensor, dtype: torch.dtype, replaced: object = None
 ) -> Tensor | None:
-    """Create state with these values in or next to a parameter's file.
+    """Create state with these values in or next to a parameter's file, unless it is there already.
 
-    A value in the right place is not copied. If ``replaced``, the state that it replaces, lies in
-    the rows, ``settle`` overwrites it, and not this call: the rest of the checkpoint may be
-    refused. Returns ``None`` if the parameter is not in a file.
+    State in the rows (``replaced``) is not overwritten yet, because the rest of the checkpoint may
+    be refused: ``settle`` does it. Returns ``None`` if the parameter is not in a file.
     """
     file, source = _table_file(param), file_of(value)
     if file is None:
@@ -607,7 +580,7 @@ def _is_in_row(file: MappedFile, name: str, value: object) -> bool:
 def settle(state: dict[str, Any]) -> None:
     """Move what ``copy_state`` has set aside to the rows; changes ``state`` in place."""
     for name, value in state.items():
-        aside = file_of(value) if isinstance(value, Tensor) else None
+        aside = file_of(value)
         if aside is not None and aside.settles_in is not None:
             file, of_state = aside.settles_in
             _clear(file, of_state)

@@ -10,9 +10,9 @@ from sparsestep.nn.embedding import Embedding, EmbeddingBag
 from sparsestep.nn.fuse import fuse, optimizer_for
 from sparsestep.nn.grow import grow
 from sparsestep.nn.ngram import NgramEmbedding
+from sparsestep.nn.strings import hash_strings
 from sparsestep.nn.train_rows import train_rows
-from sparsestep.nn.vocabulary.strings import hash_strings
-from sparsestep.nn.vocabulary.vocabulary import Vocabulary
+from sparsestep.nn.vocabulary import Vocabulary
 
 __all__ = [
     "Embedding",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._torch import call_forward_pre_hooks
-from sparsestep.deferred.guard import readable
+from sparsestep.deferred.tracking import readable
 from sparsestep.errors import InputError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of

@@ -17,7 +17,7 @@ from sparsestep._torch import (
     is_transforming,
     post_accumulate_grad_hooks,
 )
-from sparsestep.deferred.guard import GuardedParameter
+from sparsestep.deferred.tracking import GuardedParameter
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
 

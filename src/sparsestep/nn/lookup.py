@@ -24,7 +24,7 @@ from sparsestep._torch import (
     uses,
     uses_of_memory,
 )
-from sparsestep.deferred.guard import readable
+from sparsestep.deferred.tracking import readable
 from sparsestep.errors import InputError, RangeError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.indexed import IndexedGrad

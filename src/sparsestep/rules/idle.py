@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sparsestep.deferred.catch_up import MissedSteps
+    from sparsestep.deferred.history import MissedSteps
 
 Hyperparams = Mapping[str, Any]
 

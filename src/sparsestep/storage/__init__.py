@@ -1,8 +1,7 @@
 """Tables larger than memory: in files, prefetched, with checkpoints that survive a kill."""
 
 from sparsestep.storage.checkpoint import load, save
-from sparsestep.storage.mapped import Mapped, mapped, writing
-from sparsestep.storage.prefetch import Prefetching, prefetch, prefetching
+from sparsestep.storage.mapped import Mapped, Prefetching, mapped, prefetch, prefetching, writing
 
 __all__ = [
     "Mapped",

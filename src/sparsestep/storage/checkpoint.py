@@ -43,10 +43,9 @@ class Place(NamedTuple):
 
 
 class _TableFiles(NamedTuple):
-    """A table with its file, and all files of it and its state, whose rows change together."""
+    """A table, and all files of it and its state, whose rows change together."""
 
     tensor: Tensor
-    file: MappedFile
     files: dict[str, MappedFile]
 
 
@@ -57,11 +56,11 @@ class MappedState:
         optimizer.catch_up()
         optimizer.complete_state()
         self._model, self._optimizer = model, optimizer
-        self._tables: dict[int, _TableFiles] = {}
+        self._tables: dict[MappedFile, _TableFiles] = {}
         self.places: dict[str, Place] = {}  # every tensor in files, by name
         self.rest: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
         for name, value in model.state_dict().items():
-            file = file_of(value) if isinstance(value, Tensor) else None
+            file = file_of(value)
             if file is None:
                 self.rest["model"][name] = value
             else:
@@ -72,8 +71,8 @@ class MappedState:
         }
 
     def _add_table(self, name: str, tensor: Tensor, file: MappedFile) -> None:
-        if id(file) not in self._tables:
-            self._tables[id(file)] = _TableFiles(tensor, file, {name: file})
+        if file not in self._tables:
+            self._tables[file] = _TableFiles(tensor, {name: file})
             self.places[name] = Place(file, TABLE)
 
     def _add_state(self, saved: dict[str, Any]) -> None:
@@ -86,17 +85,16 @@ class MappedState:
                 self._add_table(f"param.{index}", param, file)
         state: dict[Any, dict[str, Any]] = {index: {} for index in saved["state"]}
         for index, param_state in saved["state"].items():
-            param = params.get(index)
-            of = None if param is None else file_of(param)
+            of = file_of(params.get(index))
             for key, value in param_state.items():
-                file = file_of(value) if isinstance(value, Tensor) else None
+                file = file_of(value)
                 name = f"optimizer.{index}.{key}"
                 if file is None or of is None:
                     state[index][key] = value
                 elif file is of:  # in the rows of its table
                     self.places[name] = Place(of, key)
                 else:
-                    self._tables[id(of)].files[name] = file
+                    self._tables[of].files[name] = file
                     self.places[name] = Place(file, TABLE)
         saved["state"] = state
 
@@ -111,7 +109,7 @@ class MappedState:
         """Rows that were written since a checkpoint."""
         numbers = {table.layout.name: number for number, table in enumerate(manifest.tables)}
         parts = []
-        for tensor, file, files in self._tables.values():
+        for file, (tensor, files) in self._tables.items():
             assert file.dirty_rows is not None
             if file.was_modified(tensor):
                 file.mark(None)
@@ -136,14 +134,14 @@ class MappedState:
             for each, place in self.places.items()
             if place.file is file and place.key != TABLE
         }
-        row_bytes, room = file.layout.row_bytes, file.header.state
-        return Layout(name, tuple(file.shape), file.dtype, row_bytes, room, inside)
+        shape, dtype, room, _ = file.header
+        return Layout(name, tuple(shape), dtype, file.layout.row_bytes, room, inside)
 
     def prepare_note(self, manifest: Manifest) -> Callable[[], None]:
         """Prepare to record that all rows are saved; returns a function that cannot fail."""
-        for _, file, _ in self._tables.values():
+        for file in self._tables:
             if file.dirty_rows is None:
-                rows = torch.Size([file.shape[0]])
+                rows = torch.Size([file.rows.total])
                 file.dirty_rows = lazy.zeros(rows, torch.bool, torch.device("cpu"))
         saved_in = [
             (file, manifest.id if self.is_laid_out_alike(manifest, name) else None)
@@ -151,7 +149,7 @@ class MappedState:
         ]
 
         def note() -> None:
-            for tensor, file, _ in self._tables.values():
+            for file, (tensor, _) in self._tables.items():
                 assert file.dirty_rows is not None
                 file.dirty_rows.zero_()
                 file.version = version_of(tensor)
@@ -162,10 +160,8 @@ class MappedState:
 
     def is_laid_out_alike(self, manifest: Manifest, name: str) -> bool:
         """Whether a file has the same layout here as in a checkpoint."""
-        if name not in self.files:
-            return False
-        own = self._layout(name)
-        return any(table.layout == own for table in manifest.tables)
+        layouts = [table.layout for table in manifest.tables]
+        return name in self.files and self._layout(name) in layouts
 
     def check(self, manifest: Manifest) -> None:
         """Refuse a checkpoint of other tables."""
@@ -252,21 +248,11 @@ class Replacements(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._staged: dict[int, tuple[MappedFile, MappedFile]] = {}
-        self._swaps: list[_Swap] = []
-        self.callback(self._staged.clear)
-        self.callback(self._swaps.clear)
-
-    @property
-    def files(self) -> list[MappedFile]:
-        """The files whose content is about to be replaced."""
-        return [file for file, _ in self._staged.values()]
+        self.swaps: dict[MappedFile, _Swap] = {}  # by the file whose content is replaced
+        self.callback(self.swaps.clear)
 
     def create(self, file: MappedFile, role: str) -> tuple[str, int]:
         """Create an empty temporary file next to a file; returns its path and descriptor."""
-        if not disk.CAN_REMAP:
-            requirement = "load: the system must be able to replace a file that is in use"
-            raise OSError(errno.EOPNOTSUPP, message(requirement, "one that cannot"))
         file.lock()
         path = temporary_path(file.path, role)
         self.callback(disk.remove, path)
@@ -275,75 +261,75 @@ class Replacements(ExitStack):
         os.fchmod(made.fileno(), os.fstat(file.descriptor).st_mode & 0o777)
         return path, made.fileno()
 
-    def create_zeros(self, file: MappedFile) -> MappedFile:
+    def stage(self, file: MappedFile, path: str) -> MappedFile:
+        """Open a temporary file of the same layout as the new content of a file."""
+        staged = _open_like(path, file.header)
+        staged.lock()  # before it takes the place of the file
+        self.swaps[file] = _Swap(file, staged)
+        return staged
+
+    def stage_zeros(self, file: MappedFile) -> None:
         """Create new content of a file that is all zeros."""
         path, descriptor = self.create(file, "loading")
         disk.write(descriptor, file.header.encode(), 0)
         os.ftruncate(descriptor, file.header.file_bytes)
-        staged = open_file(path, file.shape, file.dtype, state=file.header.state)
-        self.stage(file, staged)
-        return staged
-
-    def stage(self, file: MappedFile, staged: MappedFile) -> None:
-        """Register a temporary file of the same layout as the new content of a file."""
-        staged.lock()  # before it takes the place of the file
-        self._staged[id(file)] = file, staged
+        self.stage(file, path)
 
     def prepare(self) -> None:
         """Do everything that can fail before the first change."""
-        for file, staged in self._staged.values():
-            staged.flush_to_disk()
-            staged.evict()
-            self._swaps.append(_Swap(self, file, staged))
+        for swap in self.swaps.values():
+            swap.prepare(self)
 
     def switch(self, undo: ExitStack) -> None:
         """Switch all tensors to the new files. How to undo it is registered first."""
-        for swap in self._swaps:
+        for swap in self.swaps.values():
             undo.callback(swap.restore)
             swap.switch()
 
     def rename(self, undo: ExitStack) -> None:
         """Give the new files the names of the old ones. How to undo it is registered first."""
-        for swap in self._swaps:
+        for swap in self.swaps.values():
             undo.callback(swap.rename_back)
             swap.rename()
+
+
+def _open_like(path: str, header: FileHeader) -> MappedFile:
+    return open_file(path, header.shape, header.dtype, state=header.state)
 
 
 class _Swap:
     """One file and its new content."""
 
-    def __init__(self, stack: ExitStack, file: MappedFile, staged: MappedFile) -> None:
-        self._file, self._staged = file, staged
-        self._old_header, self._old_reserved = file.header, file.reserved
-        duplicated = uninterrupted(lambda: io.FileIO(os.dup(file.descriptor), "r+"))
-        old = stack.enter_context(duplicated)
-        self._old = old.fileno()
+    def __init__(self, file: MappedFile, staged: MappedFile) -> None:
+        self._file, self.staged = file, staged
         self._path = os.path.realpath(file.path)
+        self._backup = temporary_path(file.path, "replaced")
+        self._is_named = self._has_backup = False
+
+    def prepare(self, stack: ExitStack) -> None:
+        """Write the new content to the disk, and keep the old one until ``stack`` is closed."""
+        file = self._file
+        self.staged.flush_to_disk()
+        self.staged.evict()
+        self._before = file.header, file.reserved
+        old = uninterrupted(lambda: io.FileIO(os.dup(file.descriptor), "r+"))
+        self._old = stack.enter_context(old).fileno()
         # A file that was deleted, or replaced by another of its name, has no name to take over.
         self._is_named = _is_same(self._path, file.descriptor)
-        self._backup = temporary_path(file.path, "replaced")
-        self._has_backup = self._is_named and self._back_up(stack)
-
-    def _back_up(self, stack: ExitStack) -> bool:
-        stack.callback(disk.remove, self._backup)
-        disk.remove(self._backup)
-        try:
-            os.link(self._path, self._backup)
-        except OSError as error:
-            if error.errno not in disk.NO_LINKS:
-                raise
-            return False
-        return True
+        if self._is_named:
+            stack.callback(disk.remove, self._backup)
+            disk.remove(self._backup)
+            self._has_backup = disk.link(self._path, self._backup)
 
     def switch(self) -> None:
-        self._file.switch_to(self._staged.descriptor, self._staged.header, self._staged.reserved)
+        self._file.switch_to(self.staged.descriptor, self.staged.header, self.staged.reserved)
 
     def restore(self) -> None:
-        self._file.switch_to(self._old, self._old_header, self._old_reserved)
+        self._file.switch_to(self._old, *self._before)
 
     def rename(self) -> None:
         if self._is_named:
-            os.replace(self._staged.path, self._path)
+            os.replace(self.staged.path, self._path)
 
     def rename_back(self) -> None:
         if self._has_backup and not _is_same(self._path, self._old):
@@ -519,29 +505,27 @@ def _stage(folder: Path, manifest: Manifest, what: MappedState, replacements: Re
     """Write what the files of the tables will be to temporary files, and verify it."""
     copies, others = {}, {}
     for number, table in enumerate(manifest.tables):
-        layout, header = table.layout, table.layout.header
+        layout = table.layout
         is_alike = what.is_laid_out_alike(manifest, layout.name)
         file = what.places[layout.name].file
         role = "loading" if is_alike else f"source-{number}"
         path, descriptor = replacements.create(file, role)
         journal.copy_base(folder, table, descriptor)
-        copies[number] = open_file(path, header.shape, header.dtype, state=header.state)
         if is_alike:
-            replacements.stage(file, copies[number])
+            copies[number] = replacements.stage(file, path)
         else:
+            copies[number] = _open_like(path, layout.header)
             others[number] = layout
     journal.replay(folder, manifest, copies)
-    alike = {id(file) for file in replacements.files}
-    staged = {
-        id(file): replacements.create_zeros(file)
-        for file in what.files.values()
-        if id(file) not in alike
-    }
+    for file in what.files.values():
+        if file not in replacements.swaps:
+            replacements.stage_zeros(file)
     for number, layout in others.items():
         copies[number].advise("SEQUENTIAL")
         for name, key in layout.tensors.items():
             place = what.places[name]
-            copy_rows(copies[number].tensor(key), staged[id(place.file)].tensor(place.key))
+            staged = replacements.swaps[place.file].staged
+            copy_rows(copies[number].tensor(key), staged.tensor(place.key))
 
 
 def _replace(
@@ -556,7 +540,7 @@ def _replace(
         replacements.rename(undo)
         undo.pop_all()
     note_as_saved()
-    for file in replacements.files:
+    for file in replacements.swaps:
         if file.to_clear is not None:
             file.to_clear.clear()
 

@@ -210,7 +210,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return None
-    with _open_regular(folder, MANIFEST) as raw, io.BufferedReader(raw) as file:
+    with _open(folder, MANIFEST) as raw, io.BufferedReader(raw) as file:
         text = file.read(_MAX_MANIFEST_BYTES + 1)
     try:
         if len(text) > _MAX_MANIFEST_BYTES:
@@ -293,8 +293,8 @@ class _ChecksummedFile(io.FileIO):
         return InputError(message(requirement, got, _REMEDY))
 
 
-def _open_regular(folder: Path, name: str) -> _ChecksummedFile:
-    """Open a file of a checkpoint for reading; refuses links and anything but a regular file."""
+def _open(folder: Path, name: str, size: int | None = None) -> _ChecksummedFile:
+    """Open a file of a checkpoint for reading; refuses links, devices, and another size."""
     path = folder / name
     requirement = f"{path} must be a regular file"
     try:
@@ -306,9 +306,13 @@ def _open_regular(folder: Path, name: str) -> _ChecksummedFile:
         if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR):
             raise
         raise InputError(message(requirement, "a link, folder or device")) from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode):
         file.close()
         raise InputError(message(requirement, "something else"))
+    if size is not None and found.st_size != size:
+        file.close()
+        raise file.changed(f"{found.st_size:,} bytes instead of {size:,}")
     return file
 
 
@@ -317,20 +321,10 @@ def _open_itself(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
-def _open_checked(folder: Path, file: FileEntry) -> _ChecksummedFile:
-    """Open a file of a checkpoint for reading, and check its size."""
-    found = _open_regular(folder, file.file)
-    size = os.fstat(found.fileno()).st_size
-    if size != file.bytes:
-        found.close()
-        raise found.changed(f"{size:,} bytes instead of {file.bytes:,}")
-    return found
-
-
 def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Refuse a checkpoint with missing, truncated or extended files."""
     for file in manifest.files:
-        _open_checked(folder, file).close()
+        _open(folder, file.file, file.bytes).close()
 
 
 def has_all_files(folder: Path, manifest: Manifest) -> bool:
@@ -371,7 +365,7 @@ def write_base(folder: Path, name: str, file: MappedFile) -> FileEntry:
 
 def copy_base(folder: Path, table: TableEntry, target: int) -> None:
     """Copy the base of a table to an empty file, given by its descriptor, and verify it."""
-    with _open_checked(folder, table.base) as source:
+    with _open(folder, table.base.file, table.base.bytes) as source:
         header = formats.read_header(str(folder / table.base.file), source.fileno())
         if header._replace(used=frozenset()) != table.layout.header:
             raise source.changed("a header that differs from the manifest")
@@ -419,11 +413,11 @@ def _chunks(rows: Tensor, file: MappedFile) -> Iterator[Tensor]:
 def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) -> None:
     """Apply all journals to copies of the bases, by index of the table, and verify them."""
     for journal in manifest.journals:
-        with _open_checked(folder, journal.file) as source:
+        with _open(folder, journal.file.file, journal.file.bytes) as source:
             _check_journal_header(source)
             for part in journal.parts:
                 some_files = [files[index] for index in part.tables]
-                rows = _read_rows(source, part.rows, min(file.shape[0] for file in some_files))
+                rows = _read_rows(source, part.rows, min(file.rows.total for file in some_files))
                 for file in some_files:
                     _replay_rows(source, rows, file)
             source.verify(journal.file)
@@ -498,7 +492,7 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> FileEntry:
 def read_rest(folder: Path, file: FileEntry) -> dict[str, Any]:
     """Read everything but the tables, and verify it."""
     handled = sys.exc_info()[1]
-    with _open_checked(folder, file) as source, io.BufferedReader(source) as buffered:
+    with _open(folder, file.file, file.bytes) as source, io.BufferedReader(source) as buffered:
         while source.size < file.bytes:
             source.read_tensor(min(_CHUNK_BYTES, file.bytes - source.size))
         source.verify(file)

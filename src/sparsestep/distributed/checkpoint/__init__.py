@@ -35,7 +35,7 @@ from sparsestep.distributed.collectives import Caught, Collectives, new_group
 from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import about_to_write, written
-from sparsestep.nn.vocabulary.id_table import Options
+from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
 from sparsestep.optim.state import initial_value
 from sparsestep.optim.state_dict import unpacked_state

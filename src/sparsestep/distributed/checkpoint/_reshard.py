@@ -22,10 +22,10 @@ from sparsestep.distributed.collectives import Caught, Collectives
 from sparsestep.distributed.placement import hash_owner
 from sparsestep.distributed.vocabulary import RANK_SHIFT, Vocabulary
 from sparsestep.errors import InputError, message
+from sparsestep.nn import id_table as saving
 from sparsestep.nn.grow import Init, drawn
-from sparsestep.nn.vocabulary import id_table as saving
-from sparsestep.nn.vocabulary.id_table import IdTableSnapshot, Options
-from sparsestep.nn.vocabulary.vocabulary import Vocabulary as LocalVocabulary
+from sparsestep.nn.id_table import IdTableSnapshot, Options
+from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.optim.state import fill_value
 
 NEW_ROW = -1  # marks a row that is initialized, not loaded

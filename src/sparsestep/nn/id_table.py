@@ -139,6 +139,38 @@ class IdTable:
         """Replace everything; false, and nothing has changed, if an id occurs twice."""
         return self._core.load(*saved, now)
 
+    def with_rows(self, options: Options, now: int) -> IdTable:
+        """Return a copy with more rows."""
+        saved, larger = self.save(), IdTable(options)
+        room = IdTableSnapshot.room(options, *saved[5:])
+        for new, old in zip(room[:5], saved[:5], strict=True):
+            new[: len(old)] = old
+        larger.load(room, now)
+        return larger
+
+    def merged(self, theirs: IdTableSnapshot, now: int) -> tuple[IdTable, Tensor]:
+        """Return a copy with the ids of another table, new ones as seen ``now``; and its rows."""
+        saved, options, first = self.save(), self._options, self._options.shared
+        ids, counts = theirs.ids[first : theirs.used], theirs.counts[first : theirs.used]
+        rows, new = self.find(ids)
+        if new > options.rows - saved.used:
+            requirement = f"Vocabulary.merge: there must be {new} free rows"
+            raise InputError(message(requirement, options.rows - saved.used, "Call grow() first"))
+        is_new = rows < first
+        rows[is_new] = torch.arange(saved.used, saved.used + new, device="cpu")
+        saved.ids[rows] = ids
+        saved.counts[rows] = (saved.counts[rows] + counts).clamp_(max=2**32 - 1)
+        saved.seen[rows[is_new]] = now
+        stay = ~torch.isin(saved.candidate_ids, ids)  # others have a row now
+        stay[saved.candidates :] = False
+        candidates = int(stay.sum())
+        for each in (saved.candidate_ids, saved.candidate_counts):
+            each[:candidates] = each[stay]
+            each[candidates:] = 0
+        merged = IdTable(options)
+        merged.load(saved._replace(used=saved.used + new, candidates=candidates), now)
+        return merged, cat([torch.arange(first, device="cpu"), rows])
+
 
 _TENSORS = ("ids", "counts", "seen", "candidate_ids", "candidate_counts")
 NAMES: tuple[str, ...] = (*_TENSORS, "numbers")
@@ -181,44 +213,3 @@ def read(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, i
     if known.unique().numel() != known.numel():
         raise InputError(message(requirement, "an id that comes twice"))
     return saved, now, handed_over
-
-
-def with_room(saved: IdTableSnapshot, options: Options) -> IdTableSnapshot:
-    """Return the snapshot of a vocabulary that has grown."""
-    room = IdTableSnapshot.room(options, saved.used, saved.candidates, saved.sightings)
-    for new, old in zip(room[:5], saved[:5], strict=True):
-        new[: len(old)] = old
-    return room
-
-
-def merged(
-    saved: IdTableSnapshot, theirs: IdTableSnapshot, options: Options, now: int
-) -> tuple[IdTableSnapshot, Tensor]:
-    """Add the ids of another vocabulary, new ones as seen ``now``; also return its rows here."""
-    first = options.shared
-    ids = theirs.ids[first : theirs.used]
-    known, order = saved.ids[first : saved.used].sort()
-    places = torch.searchsorted(known, ids).clamp_(max=max(0, len(known) - 1))
-    is_known = torch.zeros(len(ids), dtype=torch.bool, device="cpu")
-    rows = torch.zeros(len(ids), dtype=torch.int64, device="cpu")
-    if len(known):
-        is_known = known[places] == ids
-        rows = order[places] + first
-    new = int((~is_known).sum())
-    if new > options.rows - saved.used:
-        requirement = f"Vocabulary.merge: there must be {new} free rows"
-        raise InputError(message(requirement, options.rows - saved.used, "Call grow() first"))
-    rows[~is_known] = torch.arange(saved.used, saved.used + new, device="cpu")
-    saved.ids[rows] = ids
-    saved.counts[rows] = (saved.counts[rows] + theirs.counts[first : theirs.used]).clamp_(
-        max=2**32 - 1
-    )
-    saved.seen[rows[~is_known]] = now
-    stay = ~torch.isin(saved.candidate_ids, ids)  # others have a row now
-    stay[saved.candidates :] = False
-    candidates = int(stay.sum())
-    for each in (saved.candidate_ids, saved.candidate_counts):
-        each[:candidates] = each[stay]
-        each[candidates:] = 0
-    shared = torch.arange(first, device="cpu")
-    return saved._replace(used=saved.used + new, candidates=candidates), cat([shared, rows])

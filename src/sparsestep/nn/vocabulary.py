@@ -16,6 +16,7 @@ from sparsestep._process import fork_safe_lock, uninterrupted
 from sparsestep.errors import InputError, memory_errors, message, usable
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files, written
+from sparsestep.nn import id_table as saving
 from sparsestep.nn.grow import (
     AnyOptimizer,
     Init,
@@ -27,9 +28,8 @@ from sparsestep.nn.grow import (
     restoring_rng,
     weight_of,
 )
+from sparsestep.nn.id_table import Evict, IdTable, IdTableSnapshot, Options
 from sparsestep.nn.interop import excluded_from_compile
-from sparsestep.nn.vocabulary import id_table as saving
-from sparsestep.nn.vocabulary.id_table import Evict, IdTable, IdTableSnapshot, Options
 from sparsestep.optim.optimizer import RuleOptimizer
 
 
@@ -253,16 +253,12 @@ class Vocabulary(nn.Module):
         with other.lock, memory_errors():
             theirs = other.id_table.save()
         with self.lock, memory_errors():
-            merged, rows = self.prepare_merge(theirs)
-            self.id_table = merged
+            self.id_table, rows = self.prepare_merge(theirs)
         return rows
 
     def prepare_merge(self, theirs: IdTableSnapshot) -> tuple[IdTable, Tensor]:
         """Return the merged id table, and the rows of the other vocabulary's ids in it."""
-        merged = IdTable(self.options)
-        saved, rows = saving.merged(self.id_table.save(), theirs, self.options, self.now)
-        merged.load(saved, self.now)
-        return merged, rows
+        return self.id_table.merged(theirs, self.now)
 
     # Lookups
 
@@ -421,8 +417,7 @@ class Vocabulary(nn.Module):
         """Prepare more rows, without the tables'; what is returned commits."""
         _check_number("rows", rows, self.rows, _MOST_ROWS)
         options = replace(self.options, rows=rows)
-        larger = IdTable(options)
-        larger.load(saving.with_room(self.id_table.save(), options), self.now)
+        larger = self.id_table.with_rows(options, self.now)
         return partial(self._change, options=options, id_table=larger)
 
     # Checkpoints and copies
