@@ -76,17 +76,6 @@ def test_ids_are_admitted_when_they_have_been_seen_often_enough():
     assert vocabulary(batch(8, 8, 6, 8)).tolist() == [2, 2, 3, 2]  # all of a call are the same
 
 
-@pytest.mark.parametrize(("evict", "loses"), [("lru", 10), ("lfu", 12)])
-def test_which_row_is_reassigned(evict: Any, loses: int):
-    vocabulary = Vocabulary(4, evict=evict)
-    for numbers in ([10, 10, 10], [11, 11], [12], [11]):
-        vocabulary(batch(*numbers))
-    before = vocabulary.as_dict()
-    assert vocabulary(batch(13)).tolist() == [before[loses]]
-    assert vocabulary.taken_over.tolist() == [before[loses]]
-    assert vocabulary.as_dict().keys() == {10, 11, 12, 13} - {loses}
-
-
 @pytest.mark.parametrize("semantics", ["masked", "dense"])
 @pytest.mark.parametrize("variant", FEW, ids=str)
 def test_a_reassigned_row_starts_over(variant: Variant, semantics: str):
@@ -208,16 +197,13 @@ def test_a_checkpoint_is_refused_that_does_not_fit():
 
 def test_a_model_with_a_vocabulary_is_saved_and_copied_with_it():
     model = torch.nn.ModuleDict({"ids": Vocabulary(4), "table": torch.nn.Embedding(4, 2)})
-    optimizer = sparsestep.Adam(model["table"].parameters())
-    model["ids"].attach(model["table"], optimizer)
+    model["ids"].attach(model["table"], sparsestep.Adam(model["table"].parameters()))
     model["ids"](batch(7, 8))
     assert [name for name, _ in model.named_parameters()] == ["table.weight"]
     copied = copy.deepcopy(model)
-    assert copied["ids"].as_dict() == {7: 1, 8: 2}
     assert copied["ids"].attached == []
     copied.load_state_dict(model.state_dict())
-    assert copied["ids"](batch(9)).tolist() == [3]
-    assert model["ids"](batch(7, 9)).tolist() == [1, 3]
+    assert copied["ids"](batch(9, 8)).tolist() == [3, 2]
 
 
 def test_merge_and_export():
