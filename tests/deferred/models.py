@@ -102,7 +102,15 @@ class WeightedBags(Bag):
         return (bags[0] * bags[1]).sin().sum()
 
 
-MODELS = [OneTable, ByKeyword, Bag, BagByKeyword, Nested, Tied, WeightedBags]
+class Normalized(OneTable):
+    """Its weight is computed from others."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__(sparse=False)
+        nn.utils.parametrizations.weight_norm(self.table)
+
+
+MODELS = [OneTable, ByKeyword, Bag, BagByKeyword, Nested, Tied, WeightedBags, Normalized]
 
 
 def made(cls: Any, sparse: bool, optimizer: Any = sparsestep.AdamW, **more: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import sparsestep
+from tests.table import Variant
 
 
 @sparsestep.rule(state={"exp_avg": 0.0, "exp_avg_sq": 0.0})
@@ -83,7 +84,7 @@ def descent(param, grad, *, step, lr=0.1):
     return param - torch.where(grad > 0, lr * grad, lr / step * grad)
 
 
-DERIVED: list[tuple[Any, dict[str, Any]]] = [
+_DERIVED: list[tuple[Any, dict[str, Any]]] = [
     (adam, {}),
     (adam, {"eps": 1.0, "weight_decay": 0.1, "decoupled_weight_decay": True}),
     (adam, {"betas": (0.99, 0.9)}),  # the series does not converge
@@ -103,6 +104,7 @@ DERIVED: list[tuple[Any, dict[str, Any]]] = [
     (sign_of_total, {}),
     (descent, {}),
 ]
+DERIVED = [Variant(*each) for each in _DERIVED]
 
 
 @sparsestep.rule(state={"mean": 0.0})

@@ -70,6 +70,7 @@ each_kind = pytest.mark.parametrize("variant", KINDS, ids=str)
 # Where the kind of drift makes no difference: a series, a sum, a sign.
 A_FEW = [KINDS[0], KINDS[4], KINDS[6]]
 a_few = pytest.mark.parametrize("variant", A_FEW, ids=str)
+CONSTRAINTS: list[dict[str, Any]] = [{"max_norm": 0.7}, {"normalize": True}]
 on_both_engines = pytest.mark.parametrize("engine", ["reference", *INSTRUCTION_SETS[-1:]])
 
 

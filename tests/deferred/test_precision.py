@@ -10,6 +10,7 @@ from torch import Tensor
 
 import sparsestep
 from tests.deferred.runs import (
+    CONSTRAINTS,
     KINDS,
     VARIANTS,
     Run,
@@ -124,29 +125,31 @@ def test_complex_parameters(variant: Variant, engine: str):
 
 
 @each_kind
-def test_bits_do_not_depend_on_threads_or_instruction_set(variant: Variant):
-    """Large enough for several pieces, with duplicates and a row that comes very often."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(1500, 20, generator=generator)
-    rows = [torch.randint(0, 1500, (1200,), generator=generator) for _ in range(3)]
-    for each in rows:
-        each[torch.randint(0, 1200, (300,), generator=generator)] = 77
-    values = torch.randn(1200, 20, generator=generator)
+@pytest.mark.parametrize("more", [{}, *CONSTRAINTS], ids=str)
+def test_bits_do_not_depend_on_threads_or_instruction_set(variant: Variant, more: dict[str, Any]):
+    """Large enough for several pieces, with duplicates and rows that come very often."""
+    run = Run(6, (1500, 20), most=1200) if not more else Run(20, (40, 600), most=60)
     results = []
     for engine in INSTRUCTION_SETS:
         for threads in (1, 2, 3, 8) if engine == INSTRUCTION_SETS[-1] else (1, 3):
             torch.set_num_threads(threads)
             with running_on(engine) as name:
-                param = torch.nn.Parameter(weight.clone())
-                opt = variant([param], lr=0.01, semantics="dense", engine=name)
-                for each in rows:
-                    opt.catch_up(param, each)
-                    param.grad = coo(each, values, weight.shape)
-                    opt.step()
-                opt.catch_up()
-            results.append(kept(opt, param))
+                options = {"semantics": "dense", "engine": name, **more}
+                results.append(dense_run(variant, run, torch.float32, **options))
     for other in results[1:]:
         assert_same_bits(other, results[0])
+
+
+@pytest.mark.parametrize("more", CONSTRAINTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_both_engines
+def test_constrained_rows_in_lower_precision(dtype: torch.dtype, more: Any, engine: str):
+    run, adamw = standard(), KINDS[0]
+    with running_on(engine) as name:
+        ours = dense_run(adamw, run, dtype, semantics="dense", engine=name, **more)
+    exact = dense_run(adamw, run, **more)
+    room = 1e-5 if dtype is torch.float32 else 0.03
+    assert_close({"param": ours["param"]}, {"param": exact["param"]}, room)
 
 
 @each_kind

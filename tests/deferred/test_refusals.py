@@ -14,21 +14,13 @@ from tests.deferred.runs import (
     DECAY,
     assert_close,
     assert_dense_run,
-    bookkeeping,
     coo,
     dense_run,
     kept,
     standard,
 )
-from tests.table import (
-    INSTRUCTION_SETS,
-    PARAMETERS,
-    WITH_COUPLED_DECAY,
-    WITH_DENSE,
-    Variant,
-    snapshot,
-    unchanged,
-)
+from tests.subject import refused
+from tests.table import INSTRUCTION_SETS, PARAMETERS, WITH_COUPLED_DECAY, WITH_DENSE, Variant
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WITH_PER_ROW = [cls for cls, options in PARAMETERS.items() if "bias_correction" in options]
@@ -49,13 +41,12 @@ REFUSED: list[tuple[Any, dict[str, Any]]] = [
 def test_what_is_refused_at_construction(cls: Any, options: dict[str, Any]):
     """A group that is added later is refused as well, and not added."""
     param = torch.nn.Parameter(torch.zeros(3, 2))
-    with pytest.raises(InputError, match=f"^{cls.__name__}: "):
+    with pytest.raises(InputError):
         cls([param], **options, semantics="dense")
     if cls in WITH_DENSE:
         opt = cls([torch.nn.Parameter(torch.zeros(1))], semantics="dense", lr=0.1)
-        with pytest.raises(InputError, match=f"^{cls.__name__}: "):
+        with refused(opt):
             opt.add_param_group({"params": [param], **options})
-        assert len(opt.param_groups) == 1
 
 
 LATER: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
@@ -76,13 +67,11 @@ def test_what_is_refused_at_the_step(cls: Any, options: dict[str, Any], later: d
     opt = variant([{"params": [first]}, {"params": [param]}], lr=0.1, semantics="dense")
     first.grad = coo([1], torch.ones(1, 3).double(), (24, 3))
     run.train(opt, param, range(10))
-    before, books, was = snapshot(opt), bookkeeping(opt), dict(opt.param_groups[1])
+    was = dict(opt.param_groups[1])
     opt.param_groups[1].update(later)
     param.grad = run.sparse(11, torch.float64)
-    with pytest.raises(InputError, match="group 1"):
+    with refused(opt, match="group 1"):
         opt.step()
-    assert unchanged(opt, before)
-    assert bookkeeping(opt) == books
     opt.param_groups[1] = was
     run.train(opt, param, range(10, 20))
     opt.catch_up()
@@ -99,11 +88,8 @@ def test_what_the_native_engine_cannot_run_changes_nothing():
     opt.add_param_group({"params": [odd]})
     param.grad = run.sparse(8, torch.float64)
     odd.grad = coo([0], torch.ones(1, 2, 3), (4, 2, 3))
-    before, books = snapshot(opt), bookkeeping(opt)
-    with pytest.raises(InputError, match="the native engine needs CPU tensors"):
+    with refused(opt, match="the native engine needs CPU tensors"):
         opt.step()
-    assert unchanged(opt, before)
-    assert bookkeeping(opt) == books
     opt.catch_up()
 
 
@@ -115,10 +101,8 @@ def test_a_step_count_that_is_none_or_more_than_rows_can_remember(count: float, 
     opt.materialize_state()
     opt.state[param]["step"] = torch.tensor(count, dtype=torch.float64)
     param.grad = torch.ones(4, 2).to_sparse(1) if sparse else torch.ones(4, 2)
-    before = snapshot(opt)
-    with pytest.raises(InputError, match=r"number of steps taken|counts at most 2147483646 steps"):
+    with refused(opt, match=r"number of steps taken|counts at most 2147483646 steps"):
         opt.step()
-    assert unchanged(opt, before)
     if count > 0:
         opt.state[param]["step"] = torch.tensor(2.0**31 - 4, dtype=torch.float64)
         opt.step()

@@ -13,32 +13,29 @@ from sparsestep.deferred.history import StepHistory
 from sparsestep.deferred.rows import DeferredRows
 from sparsestep.engines.base import GroupSettings
 from tests.deferred.runs import DECAY, on_both_engines
+from tests.subject import refused
 from tests.table import INSTRUCTION_SETS, Variant, running_on, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ADAM = Variant(sparsestep.AdamW, {"betas": (0.5, 0.9), "weight_decay": 0.1})
+ADAM = Variant(sparsestep.AdamW, {})
+DIVERGENT = Variant(sparsestep.AdamW, {"betas": (0.95, 0.9)})  # the series does not converge
 AMSGRAD = Variant(sparsestep.AdamW, {"amsgrad": True})
-ROWWISE = Variant(sparsestep.RowwiseAdam, {"betas": (0.8, 0.9), **DECAY})
 NESTEROV = Variant(sparsestep.SGD, {"momentum": 0.9, "nesterov": True})
-CENTERED = Variant(sparsestep.RMSprop, {"momentum": 0.5, "centered": True})
 LION = Variant(sparsestep.Lion, {"weight_decay": 0.1})
+FTRL = Variant(sparsestep.Ftrl, {"l1": 0.1, "l2": 0.1})
+LONG = [ADAM, DIVERGENT, AMSGRAD, NESTEROV, LION, FTRL]
 KINDS = [
-    ADAM,
-    Variant(sparsestep.AdamW, {}),
-    Variant(sparsestep.AdamW, {"betas": (0.95, 0.9)}),  # the series does not converge
+    *LONG,
+    Variant(sparsestep.AdamW, {"betas": (0.5, 0.9), "weight_decay": 0.1}),
     Variant(sparsestep.AdamW, {"betas": (0.9, 0.0)}),
     Variant(sparsestep.AdamW, {"betas": (0.0, 0.9)}),
     Variant(sparsestep.AdamW, {"eps": 1.0}),
-    AMSGRAD,
     Variant(sparsestep.SparseAdam, {}),
-    ROWWISE,
+    Variant(sparsestep.RowwiseAdam, {"betas": (0.8, 0.9), **DECAY}),
     Variant(sparsestep.SGD, DECAY),
-    NESTEROV,
     Variant(sparsestep.SGD, {"momentum": 0.9999}),  # reaches back further than is kept
-    CENTERED,
-    LION,
+    Variant(sparsestep.RMSprop, {"momentum": 0.5, "centered": True}),
     Variant(sparsestep.Lion, {"betas": (0.9, 0.0)}),  # no sign is left after one step
-    Variant(sparsestep.Ftrl, {"l1": 0.1, "l2": 0.1}),
 ]
 _settings: dict[tuple[str, float], GroupSettings] = {}
 
@@ -130,9 +127,6 @@ def test_rows_that_missed_some_steps(variant: Variant, engine: str):
             rows.catch_up(param, state, None, engine=name)
         assert_near([param, *state], exact)
         assert rows.last_step.tolist() == [now] * 8 + [~now]
-
-
-LONG = [KINDS[1], KINDS[2], AMSGRAD, NESTEROV, LION, KINDS[15]]
 
 
 @pytest.mark.parametrize("variant", LONG, ids=str)
@@ -251,26 +245,6 @@ def test_ftrl_moves_idle_rows_only_if_the_learning_rate_changes(engine: str):
         assert rows.catch_up(*real, torch.arange(9), engine=name) == 4
 
 
-@on_both_engines
-def test_tensors_of_any_strides(engine: str):
-    variant, lrs = KINDS[1], rates(10)
-    for strided in (
-        lambda t: t.t().contiguous().t(),
-        lambda t: t.repeat_interleave(2, dim=0)[::2],
-        lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
-        lambda t: t.view(9, 2, 3).transpose(1, 2).contiguous().transpose(1, 2),
-    ):
-        rows, param, state = pending(variant, (9, 6))
-        exact = one_by_one(rows, variant, lrs, param, state)
-        param, *state = map(strided, (param, *state))
-        assert not param.is_contiguous()
-        miss(rows, variant, lrs)
-        with running_on(engine) as name:
-            rows.catch_up(param, state, torch.tensor([8, 3]), engine=name)
-            rows.catch_up(param, state, None, engine=name)
-        assert_near([param, *state], exact)
-
-
 def test_a_step_without_memory_for_a_longer_history_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -282,19 +256,17 @@ def test_a_step_without_memory_for_a_longer_history_changes_nothing(
     history = opt.deferred[id(param)].history
     while history.steps + 1 < history.capacity:
         opt.step()
-    before = param.detach().clone(), history.steps
 
     def fail(self: StepHistory, capacity: int) -> None:
-        raise MemoryError
+        raise MemoryError("no memory is left")
 
     with monkeypatch.context() as patch:
         patch.setattr(StepHistory, "_reserve", fail)
-        with pytest.raises(MemoryError):
+        with refused(opt, error=MemoryError):
             opt.step()
-    assert torch.equal(param, before[0])
-    assert history.steps == before[1]
+    before = param.detach().clone()
     opt.step()
-    assert not torch.equal(param, before[0])
+    assert not torch.equal(param, before)
 
 
 # The betas of Adam, and the past step from which on no row is replayed in float32.

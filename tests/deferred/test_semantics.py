@@ -17,9 +17,12 @@ import sparsestep
 from sparsestep.deferred import history as histories
 from sparsestep.deferred.history import StepHistory
 from sparsestep.deferred.rows import DeferredRows
+from sparsestep.errors import StaleWarning
 from sparsestep.optim.optimizer import RuleOptimizer
+from tests.deferred.own_rules import DERIVED
 from tests.deferred.runs import (
     A_FEW,
+    CONSTRAINTS,
     DECAY,
     KINDS,
     VARIANTS,
@@ -33,10 +36,11 @@ from tests.deferred.runs import (
     dense_run,
     kept,
     on_both_engines,
+    room_for,
     standard,
 )
 from tests.elsewhere import DEVICE, Elsewhere, elsewhere
-from tests.table import WITH_DENSE, Variant, on_each_engine, running_on, same_bits
+from tests.table import ENGINES, WITH_DENSE, Variant, running_on, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = KINDS[0]
@@ -47,9 +51,50 @@ def test_every_optimizer_is_covered():
     assert all(variant.rule.idle_update is not None for variant in VARIANTS)
 
 
-@on_each_engine(VARIANTS)
-def test_it_is_the_dense_run(variant: Variant, engine: str):
-    assert_dense_run(variant, standard(), engine)
+@pytest.mark.parametrize("variant", [*VARIANTS, *DERIVED], ids=str)
+@pytest.mark.parametrize("more", [{}, *CONSTRAINTS], ids=str)
+def test_it_is_the_dense_run(variant: Variant, more: dict[str, Any]):
+    """With a constraint, of every row after every step."""
+    run = standard(30 if more else 60)
+    exact = dense_run(variant, run, **more)
+    for engine in ENGINES:
+        with running_on(engine) as name:
+            ours = dense_run(variant, run, semantics="dense", engine=name, **more)
+        assert_close(ours, exact, max(1e-11 if more else 0.0, room_for(variant)))
+        if more:
+            assert ours["param"].norm(dim=1).max() < more.get("max_norm", 1.0) + 1e-12
+
+
+SHORT = [
+    Variant(sparsestep.AdamW, {"betas": (0.5, 0.9), "weight_decay": 0.1}),
+    Variant(sparsestep.SGD, {"momentum": 0.5}),
+    Variant(sparsestep.Lion, {"betas": (0.5, 0.5)}),
+]
+
+
+@pytest.mark.parametrize("variant", SHORT, ids=str)
+@pytest.mark.parametrize("more", CONSTRAINTS, ids=str)
+@on_both_engines
+def test_constrained_rows_that_miss_more_steps_than_matter(
+    variant: Variant, more: dict[str, Any], engine: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Steps within the horizon one by one, the rest at once; and a history that is swept."""
+    monkeypatch.setattr(histories, "MAX_STEPS", 100)
+    assert_dense_run(variant, Run(120, most=1, tail=1.0), engine, **more)
+
+
+def test_rows_are_constrained_if_a_mask_selects_them_and_stale_until_then():
+    param = torch.nn.Parameter(torch.full((4, 2), 3.0))
+    mask = torch.tensor([True, True, False, False])
+    opt = sparsestep.SGD([param], lr=0.1, mask=mask, normalize=True, semantics="dense")
+    param.grad = coo([0, 2], torch.ones(2, 2), (4, 2))
+    opt.step()
+    param.grad = coo([1], torch.ones(1, 2), (4, 2))
+    with pytest.warns(StaleWarning):
+        opt.step()
+    opt.catch_up()
+    assert torch.allclose(param[:2].norm(dim=1), torch.ones(2))
+    assert torch.equal(param[2:], torch.full((2, 2), 3.0))
 
 
 @on_both_engines
@@ -104,6 +149,7 @@ CHANGES: list[tuple[Any, dict[str, Any], dict[str, list[Any]]]] = [
     (sparsestep.AdamW, {}, {"betas": [(0.9, 0.999), (0.5, 0.9), (0.9, 0.5)]}),
     (sparsestep.AdamW, {}, {"eps": [1e-8, 0.5], "weight_decay": [0.0, 0.5, 0.1]}),
     (sparsestep.AdamW, {}, {"maximize": [False, True]}),
+    (sparsestep.AdamW, {"max_norm": 0.7}, {"max_norm": [0.7, None, 0.3]}),
     (sparsestep.Adagrad, DECAY, {"lr_decay": [0.0, 0.1], "weight_decay": [0.1, 0.2]}),
     (sparsestep.SGD, {"momentum": 0.9, **DECAY}, {"momentum": [0.9, 0.5], "weight_decay": [0, 1]}),
     (sparsestep.SGD, {"momentum": 0.9}, {"dampening": [0.0, 0.5]}),

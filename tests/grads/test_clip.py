@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -100,9 +101,6 @@ def ours_and_theirs(mixture: Mixture) -> tuple[list[Tensor], list[Tensor]]:
     return ours, theirs
 
 
-# Against torch
-
-
 @given(
     mixture_of_any,
     st.sampled_from(NORM_TYPES),
@@ -138,7 +136,7 @@ def test_value_like_torch_on_dense_gradients(mixture, clip_value, foreach):
     assert all(param.grad is grad for param, grad in zip(ours, grads, strict=True))
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 0.5, math.inf, 0.0])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_complex_gradients(norm_type: float):
     values = torch.tensor([3 + 4j, -2j, 1.0])
     ours = [with_grad(coo([[1, 1, 0]], values, (3,), torch.complex64)), with_grad(torch.ones(2))]
@@ -146,11 +144,9 @@ def test_complex_gradients(norm_type: float):
     total = clip_grad_norm_(ours, 1.0, norm_type)
     torch.testing.assert_close(total, utils.clip_grad_norm_(theirs, 1.0, norm_type))
     assert_same_gradients(ours, theirs, 1e-6)
-    with pytest.raises(InputError, match="param 0: the gradient must be real"):
-        clip_grad_value_(ours, 1.0)
-
-
-# Nothing but the stored values counts
+    lazy = with_grad(torch.tensor([3 + 4j, 0, 0]).conj())
+    clip_grad_norm_(lazy, 1.0)
+    assert lazy.grad[0].item() == pytest.approx(0.6 - 0.8j, abs=1e-4)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 0.0])
@@ -179,9 +175,6 @@ def test_half_sums_do_not_overflow(values: list[float]):
     assert param.grad.to_dense().tolist() == [0.0, 49984.0, 0.0]  # the nearest that float16 has
 
 
-# Where tensors are made
-
-
 @pytest.mark.parametrize("core", [True, False], ids=["core", "torch"])
 def test_another_default_device(core: bool, monkeypatch):
     """As where the rest of a model is on a GPU."""
@@ -197,33 +190,18 @@ def test_another_default_device(core: bool, monkeypatch):
     assert float(params[0].grad.to_dense()[1]) == pytest.approx(0.01)
 
 
-# How it is called
-
-
-def test_a_tensor_or_an_iterable():
+def test_a_tensor_an_iterable_or_nothing():
     for function in (clip_grad_norm_, clip_grad_value_):
         for wrapped in (lambda p: p, lambda p: {p}, lambda p: (q for q in [p])):
             param = with_grad(coo([[1, 1]], [3.0, 4.0], (3,)))
             function(wrapped(param), 0.5)
             assert float(param.grad.to_dense()[1]) == pytest.approx(0.5)
-
-
-def test_no_gradients():
-    params = [torch.zeros(2), torch.zeros(3)]
-    for some in ([], params):
-        assert same_bits(clip_grad_norm_(some, 1.0), torch.tensor(0.0))
-        clip_grad_value_(some, 1.0)
-    for function in (clip_grad_norm_, clip_grad_value_):
         with pytest.warns(UserWarning, match="`parameters` is an empty generator") as caught:
             function((p for p in []), 1.0)
         assert caught[0].filename == __file__
-
-
-def test_gradients_that_are_lazily_conjugate():
-    param = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    param.grad = torch.tensor([3 + 4j, 0, 0]).conj()
-    assert float(sparsestep.clip_grad_norm_([param], 1.0)) == pytest.approx(5.0)
-    assert param.grad[0].item() == pytest.approx(0.6 - 0.8j, abs=1e-4)
+    for some in ([], [torch.zeros(2), torch.zeros(3)]):
+        assert same_bits(clip_grad_norm_(some, 1.0), torch.tensor(0.0))
+        clip_grad_value_(some, 1.0)
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -250,46 +228,43 @@ def test_a_dense_half_gradient_beside_a_sparse_one_does_not_overflow():
     assert table.grad.to_dense()[1].item() == pytest.approx(0.5 * factor, rel=2e-3)
 
 
-# Memory: values are written in place if they are not shared
-
-
 KEPT = torch.ones(4, 3)
 
 
-@pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
-def test_values_are_written_in_place_if_they_are_not_shared(function: Callable):
-    table = torch.nn.Embedding.from_pretrained(torch.ones(5, 2), freeze=False, sparse=True)
-    table(torch.tensor([3, 1])).pow(2).sum().backward()
-    coalesced = with_grad(table.weight.grad.coalesce().clone())
-    for param in (table.weight, coalesced):
-        where = param.grad._values().data_ptr()
-        before = param.grad._values().clone()
-        function(param, 0.1)
-        assert param.grad._values().data_ptr() == where
-        assert not torch.equal(param.grad._values(), before)
+def of_autograd() -> Tensor:
+    table = torch.nn.Embedding.from_pretrained(torch.ones(4, 3), freeze=False, sparse=True)
+    table(torch.tensor([3, 0, 2, 1])).sum().backward()
+    return table.weight
+
+
+def of_values(values: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    return lambda: with_grad(coo([[3, 0, 2, 1]], values(), (4, 3)))
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("make", "in_place"),
     [
-        (lambda: torch.ones(1, 1).expand(4, 3), True),
-        (lambda: torch.ones(4, 6)[:, ::2], True),
-        (lambda: KEPT, True),
-        (lambda: torch.ones(4, 3), False),
+        (of_autograd, True),
+        (lambda: with_grad(of_autograd().grad.coalesce().clone()), True),
+        (of_values(lambda: torch.ones(1, 1).expand(4, 3)), False),
+        (of_values(lambda: torch.ones(4, 6)[:, ::2]), False),
+        (of_values(lambda: KEPT), False),
+        (of_values(lambda: torch.ones(4, 3)), None),
     ],
-    ids=["expanded", "sliced", "the caller's", "torch does not tell whose"],
+    ids=["autograd's", "coalesced", "expanded", "sliced", "the caller's", "torch does not tell"],
 )
-def test_other_values_are_replaced(values: Callable[[], Tensor], told: bool, monkeypatch):
+def test_values_are_replaced_if_they_may_be_shared(make: Any, in_place: bool | None, monkeypatch):
     monkeypatch.setattr(clip, "_uses_if_unshared", clip._uses_if_unshared.__wrapped__)
-    if not told:
+    if in_place is None:
         monkeypatch.delattr(torch._C, "_storage_Use_Count")
     for function, bound in ((clip_grad_norm_, math.sqrt(3)), (clip_grad_value_, 0.5)):
-        param = with_grad(coo([[3, 0, 2, 1]], values(), (4, 3)))
-        before = form(param)
+        param = make()
+        before, where = form(param), param.grad._values().data_ptr()
         function(param, bound)
         torch.testing.assert_close(param.grad._values(), torch.full((4, 3), 0.5))
         assert form(param) == before
-        assert torch.equal(values(), torch.ones(4, 3))
+        assert not in_place or param.grad._values().data_ptr() == where
+        assert torch.equal(KEPT, torch.ones(4, 3))
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -312,8 +287,8 @@ def test_a_param_given_twice_is_scaled_twice_like_torch(own: bool):
     values = torch.full((2, 3), 2.0)
     ours = with_grad(coo([[1, 2]], values.clone() if own else values, (4, 3)))
     theirs = with_grad(ours.grad.to_dense())
-    ours_total = clip_grad_norm_([ours, ours], 1.0)
-    torch.testing.assert_close(ours_total, utils.clip_grad_norm_([theirs, theirs], 1.0))
+    totals = clip_grad_norm_([ours, ours], 1.0), utils.clip_grad_norm_([theirs, theirs], 1.0)
+    torch.testing.assert_close(*totals)
     assert_same_gradients([ours], [theirs], 1e-6)
 
 
@@ -323,9 +298,6 @@ def test_gradients_that_carry_a_graph():
     (table.weight.grad,) = torch.autograd.grad(loss, table.weight, create_graph=True)
     assert clip_grad_norm_(table.parameters(), 0.5).requires_grad is False
     assert float(table.weight.grad.detach().to_dense().norm()) == pytest.approx(0.5, rel=1e-4)
-
-
-# All or nothing
 
 
 def bits(params: list[Tensor]) -> list[Tensor]:
@@ -338,38 +310,29 @@ def bits(params: list[Tensor]) -> list[Tensor]:
 def test_a_non_finite_norm_is_an_error_if_asked_for(bad: float, norm_type: float):
     params = [with_grad(coo([[0, 0]], [1.0, bad], (3,))), with_grad(torch.ones(2))]
     before = bits(params)
-    with pytest.raises(RuntimeError) as theirs:
-        utils.clip_grad_norm_(with_grad(torch.tensor([bad])), 1.0, norm_type, True)
-    with pytest.raises(RuntimeError) as ours:
+    with pytest.raises(RuntimeError, match="is non-finite"):
         clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
-    assert (type(ours.value), str(ours.value)) == (type(theirs.value), str(theirs.value))
     assert all(map(same_bits, bits(params), before))
     total = clip_grad_norm_(params, 1.0, norm_type)
     assert math.isnan(total) if math.isnan(bad) else math.isinf(total)
 
 
-BAD = {
-    "csr": (lambda: torch.eye(3).to_sparse_csr(), "Got layout torch.sparse_csr"),
-    "masked integer": (
-        lambda: masked_tensor(torch.eye(3).long(), torch.eye(3) > 0),
-        "Got torch.int64",
-    ),
-    "integer": (lambda: torch.eye(3).long().to_sparse(), "Got torch.int64"),
-    "beyond": (lambda: coo([[0, 1], [1, 3]], [1.0, 1.0], (3, 3)), r"dim 1 .* Got 3\. Check"),
-    "below": (lambda: coo([[0, -1]], torch.ones(2, 3), (3, 3)), r"dim 0 .* Got -1\. Check"),
+BAD: dict[str, Callable[[], Tensor]] = {
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "masked integer": lambda: masked_tensor(torch.eye(3).long(), torch.eye(3) > 0),
+    "integer": lambda: torch.eye(3).long().to_sparse(),
+    "beyond": lambda: coo([[0, 1], [1, 3]], [1.0, 1.0], (3, 3)),
+    "below": lambda: coo([[0, -1]], torch.ones(2, 3), (3, 3)),
 }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("function", [clip_grad_norm_, clip_grad_value_])
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_gradients_are_refused_before_anything_is_changed(function: Callable, kind: str):
-    make, message = BAD[kind]
-    bad = make() if kind == "csr" else torch.zeros(3, 3).to(make().dtype)
-    bad.grad = make()
+    bad = BAD[kind]() if kind == "csr" else torch.zeros(3, 3).to(BAD[kind]().dtype)
+    bad.grad = BAD[kind]()
     params = [with_grad(coo([[0, 0]], [2.0, 3.0], (3,))), with_grad(torch.ones(2))]
     before = bits(params)
-    with pytest.raises(InputError, match=f"{function.__name__}: param 3: .*{message}"):
+    with pytest.raises(InputError, match="param 3: "):
         function([*params, torch.zeros(1), bad], 0.1)
     assert all(map(same_bits, bits(params), before))

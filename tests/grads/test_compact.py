@@ -21,6 +21,7 @@ from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.dedup import iter_sums
 from sparsestep.grads.indexed import IndexedGrad
 from tests.nn.cases import DTYPES, plain, same
+from tests.subject import refused
 from tests.torch_versions import loads_sparse_tensors, needs_tensors_that_the_core_reads
 
 SHAPE = torch.Size([6, 4])
@@ -97,9 +98,6 @@ def test_sums(first: list[IndexedGrad], second: list[IndexedGrad]):
     changed.add_(torch.ones(SHAPE, dtype=torch.float64))
     assert (changed.is_sparse, changed.layout) == (False, torch.strided)
     assert torch.allclose(changed.to_dense(), wanted + 1)
-
-
-# Operations that leave it compact
 
 
 def in_list(function: Callable[..., Any], grad: Tensor, *args: Any) -> Tensor:
@@ -219,9 +217,6 @@ def test_unscaling_by_torchs_kernel():
     assert found
 
 
-# As a tensor
-
-
 ASKED: dict[str, Callable[[Any], Any]] = {
     "_values": lambda g: g._values(),
     "_indices": lambda g: g._indices(),
@@ -269,7 +264,6 @@ def test_changes_in_place():
     assert same(grad.to_dense(), wanted * 2)
     grad.mul_(2)
     grad.add_(example())
-    assert same(grad.to_dense(), wanted * 5)
     assert same((grad + example()).to_dense(), wanted * 6)
     assert grad.mul_(torch.full((6, 4), 2.0)) is grad
     grad -= example()
@@ -280,20 +274,15 @@ def test_changes_in_place():
     grad.data = example().coalesce() * 3
     assert same(grad.to_dense(), wanted * 3)
     assert same(torch.zeros(6, 4).copy_(example()), wanted)
-
-
-def test_copying_into_it():
-    grad, wanted = example(), example().to_dense()
+    grad = example()
     grad.copy_(example() * 2)
     assert same(plain(grad).to_dense(), wanted * 2)
     grad.copy_(example().coalesce())
     assert same(grad.to_dense(), wanted)
-    grad.copy_(torch.ones(6, 4))
-    assert not grad.is_sparse
-    assert same(grad.to_dense(), torch.ones(6, 4))
-    assert grad.zero_() is grad
-    assert not grad.is_sparse  # what was dense stays so
-    assert same(grad.to_dense(), torch.zeros(6, 4))
+    for dense in (torch.ones(6, 4), torch.zeros(6, 4)):
+        assert (grad.copy_(dense) if dense.any() else grad.zero_()) is grad
+        assert not grad.is_sparse  # what was dense stays so
+        assert same(grad.to_dense(), dense)
 
 
 def test_what_is_materialized_is_not_the_memory_of_autograd():
@@ -344,29 +333,18 @@ def test_hooks_see_it_and_may_replace_it():
     looked_up(weight).backward()
     looked_up(weight).backward()
     assert all(isinstance(grad, CompactGrad) for grad in seen)
-    assert same(seen[0].to_dense(), wanted)
     assert torch.allclose(weight.grad.to_dense(), 2 * wanted)
+    weight.grad.mul_(2)
+    weight.grad._values().zero_()
+    assert same(plain(seen[0]).to_dense(), wanted)  # it is not changed by the next
     held.remove()
+    after.remove()
     for change in (Tensor.coalesce, Tensor.to_dense, lambda grad: grad * 1):
         weight.grad = None
         handle = weight.register_hook(change)
         looked_up(weight).backward()
         assert torch.allclose(weight.grad.to_dense(), wanted)
         handle.remove()
-    after.remove()
-
-
-def test_a_gradient_that_is_held_is_not_changed_by_the_next():
-    """Nor by what is done to it."""
-    weight = nn.Parameter(torch.randn(6, 4))
-    kept = []
-    weight.register_hook(lambda grad: kept.append(grad))
-    looked_up(weight).backward()
-    wanted = plain(kept[0]).to_dense()
-    looked_up(weight).backward()
-    weight.grad.mul_(2)
-    weight.grad._values().zero_()
-    assert same(plain(kept[0]).to_dense(), wanted)
 
 
 def test_autograd_grad_and_assignment():
@@ -446,32 +424,13 @@ def test_several_parts_give_the_bits_of_one_that_is_put_together(
     like, shape = torch.empty(0, dtype=dtype), torch.Size([ROWS, DIM])
     first = CompactGrad.of([found[0]], shape, like)
     together = CompactGrad.of([CompactGrad.of(found, shape, like).indexed()], shape, like)
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        theirs = stepped(rule, dtype, [first, first, together])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(IndexedGrad, "cat", never)
-            ours = stepped(rule, dtype, [first, first, CompactGrad.of(found, shape, like)])
-    finally:
-        torch.set_num_threads(before)
+    theirs = stepped(rule, dtype, [first, first, together])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IndexedGrad, "cat", never)
+        ours = stepped(rule, dtype, [first, first, CompactGrad.of(found, shape, like)])
     for mine, its in zip(ours, theirs, strict=True):
         assert torch.equal(mine, its)
-
-
-@needs_core
-@needs_tensors_that_the_core_reads
-def test_a_loop_with_two_look_ups_copies_no_values(monkeypatch: pytest.MonkeyPatch):
-    table = sparsestep.nn.Embedding(ROWS, DIM)
-    optimizer = sparsestep.SparseAdam(table.parameters(), lr=0.1)
-    for step in range(5):
-        if step == 2:  # the core knows the parameter by now
-            monkeypatch.setattr(IndexedGrad, "cat", never)
-        optimizer.zero_grad()
-        centre = table(torch.tensor([1, 2, 1]))
-        context = table(torch.tensor([[3, 1], [0, 0], [2, 5]]))
-        (centre.unsqueeze(1) * context).sum().backward()
-        optimizer.step()
 
 
 def test_values_that_the_step_writes_are_read_before():
@@ -504,12 +463,7 @@ def test_a_bad_id_in_any_part_changes_nothing(where: int):
     param.grad = CompactGrad.of(forms, param.shape, param)
     optimizer.step()
     optimizer.step()
-    before = param.detach().clone()
-    positions = forms[where].indices
-    assert positions is not None
-    positions[7] = ROWS
+    forms[where].indices[7] = ROWS
     param.grad = CompactGrad.of(forms, param.shape, param)
-    with pytest.raises(sparsestep.InputError, match=rf"in \[0, {ROWS}\)"):
+    with refused(optimizer):
         optimizer.step()
-    assert torch.equal(param, before)
-    assert optimizer.state[param]["step"] == 2

@@ -17,7 +17,6 @@ from tests.elsewhere import DEVICE, Elsewhere, elsewhere
 from tests.generate.cases import each_case
 from tests.subject import by_hand
 from tests.table import (
-    ENGINES,
     FEW,
     INSTRUCTION_SETS,
     Variant,
@@ -116,44 +115,37 @@ def test_what_is_written_out_gives_the_same_bits(
 
 # The norms of the slots, which clipping by norm needs
 
-NATIVE = [name for name in ENGINES if name != "reference"]
 needs_core = pytest.mark.skipif(_native.ext is None, reason="installed without the native core")
 
 
-@pytest.mark.parametrize("engine", NATIVE)
+@needs_core
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 @given(grad=bags(), dtype=dtypes)
-def test_norms_are_those_of_the_sums(
-    engine: str, order: float, grad: IndexedGrad, dtype: torch.dtype
-):
+def test_norms_are_those_of_the_sums(order: float, grad: IndexedGrad, dtype: torch.dtype):
     grad = of_dtype(grad, dtype)
-    assert grad.indices is not None
     slots, total = sum_duplicates(grad)
-    assert slots is not None
     wanted = torch.linalg.vector_norm(total.double(), order, dim=1)
-    with running_on(engine):
-        found = slot_norms((grad,), order)
-    assert found is not None
+    found = []
+    for engine in INSTRUCTION_SETS:
+        with running_on(engine):
+            found.append(slot_norms((grad,), order))
+    assert all(same_bits(found[0], other) for other in found[1:])
     first = [grad.indices.tolist().index(slot) for slot in slots.tolist()]
-    torch.testing.assert_close(found[first], wanted, rtol=1e-12, atol=0)
-    found[first] = 0
-    assert not found.any()
+    torch.testing.assert_close(found[0][first], wanted, rtol=1e-12, atol=0)
+    found[0][first] = 0
+    assert not found[0].any()
 
 
 @needs_core
-def test_the_bits_of_norms_depend_neither_on_threads_nor_on_the_instruction_set():
+def test_the_bits_of_norms_do_not_depend_on_how_many_threads_share_them():
     generator = torch.Generator().manual_seed(0)
     positions = torch.randint(3_000, (40_000,), generator=generator)
     positions[::3] = 7  # a chain that would be shared out if columns could be
     grad = IndexedGrad(positions, torch.randn(40_000, 40, generator=generator), 3_000, 40)
     found = []
-    for engine in INSTRUCTION_SETS:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            with running_on(engine):
-                norms = slot_norms((grad,), 2.0)
-                assert norms is not None
-                found.append(norms)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(slot_norms((grad,), 2.0))
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
@@ -174,7 +166,7 @@ def test_norms_of_what_is_not_finite_and_of_what_overflows(order: float):
 def test_norms_that_the_core_refuses_and_declines():
     """Where it declines, callers go another way; all else above must have an answer."""
     grad = IndexedGrad(torch.tensor([0, 3]), torch.ones(2, 2), 3, 2)
-    with pytest.raises(InputError, match=r"must be in \[0, 3\). Got 3"):
+    with pytest.raises(InputError):
         slot_norms((grad,), 2.0)
     assert slot_norms((grad._replace(num_slots=4),), 3.0) is None
     assert slot_norms((grad._replace(values=grad.values.cfloat()),), 2.0) is None

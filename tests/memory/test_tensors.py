@@ -106,12 +106,8 @@ def test_indices_in_the_memory_of_the_parameter(engine: str, field: str):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_values_in_the_memory_of_the_parameter(engine: str, sparse: bool):
     param = torch.arange(3000.0).view(1000, 3)
-    expected = param.clone()
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
-    if sparse:
-        expected[order] -= 0.5 * param
-    else:
-        expected -= 0.5 * param
+    expected = param.index_add(0, order if sparse else torch.arange(1000), -0.5 * param)
     grad = sparsestep.IndexedGrad(order, param) if sparse else param
     sparsestep.functional.sgd_(param, grad, lr=0.5, engine=engine)
     assert same_bits(param, expected)

@@ -54,9 +54,8 @@ def test_one_call_gives_what_separate_tables_give(calls: list[Call], named: bool
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (6, 3, 2)])
-def test_ids_in_one_tensor(shape: tuple[int, ...]):
-    torch.manual_seed(0)
-    ids = torch.randint(20, shape)
+def test_ids_or_offsets_in_one_tensor(shape: tuple[int, ...]):
+    ids = torch.randint(20, shape, generator=torch.Generator().manual_seed(0))
     factors = torch.rand(ids.shape)
     collection = EmbeddingBagCollection([(20, 4), (30, 2), (25, 4)], mode="sum")
     found = collection(ids, per_sample_weights=factors)
@@ -64,15 +63,9 @@ def test_ids_in_one_tensor(shape: tuple[int, ...]):
         column = ids[:, number].reshape(6, -1)
         weights = factors[:, number].reshape(6, -1)
         assert same(output, table(column, per_sample_weights=weights))
-
-
-def test_offsets_in_one_tensor():
-    collection = EmbeddingBagCollection([(20, 4), (30, 2)])
-    ids = [torch.arange(5), torch.arange(7)]
-    offsets = torch.tensor([[0, 1, 1], [0, 3, 7]])
-    found = collection(ids, offsets)
-    for number, table in enumerate(collection.tables):
-        assert same(found[number], table(ids[number], offsets[number]))
+    flat, offsets = [torch.arange(7)] * 3, torch.tensor([[0, 1, 1], [0, 3, 7], [0, 0, 2]])
+    for number, output in enumerate(collection(flat, offsets)):
+        assert same(output, collection.tables[number](flat[number], offsets[number]))
 
 
 def test_a_table_for_several_features():
@@ -90,33 +83,20 @@ def test_a_table_for_several_features():
     assert len(list(collection.parameters())) == 1
 
 
-def test_an_output_that_is_not_used_has_no_gradient():
-    collection = EmbeddingBagCollection([(5, 2), (5, 2)])
-    collection(torch.tensor([[1, 2]]))[1].sum().backward()
-    assert collection.tables[0].weight.grad is None
-    assert plain(collection.tables[1].weight.grad)._indices().tolist() == [[2]]
-
-
-def test_frozen_tables_and_no_gradients():
+def test_tables_without_a_compact_gradient():
+    """Frozen, with a weight that is computed, or not used; those of its neighbors stay compact."""
     frozen = EmbeddingBag.from_pretrained(torch.randn(5, 2))
-    collection = EmbeddingBagCollection([frozen, (5, 2)])
-    ids = torch.tensor([[1, 2]])
-    found = collection(ids)
-    sum(output.sum() for output in found).backward()
+    collection = EmbeddingBagCollection([frozen, (5, 2), (5, 2), (5, 2)])
+    nn.utils.parametrizations.weight_norm(collection.tables[1])
+    ids = torch.tensor([[1, 2, 3, 4]])
+    sum(output.sum() for output in collection(ids)[:3]).backward()
     assert frozen.weight.grad is None
-    assert collection.tables[1].weight.grad is not None
+    assert all(p.grad is not None for p in collection.tables[1].parameters())
+    assert plain(collection.tables[2].weight.grad)._indices().tolist() == [[3]]
+    assert collection.tables[3].weight.grad is None
     with torch.no_grad():
         assert all(not output.requires_grad for output in collection(ids))
     assert EmbeddingBagCollection([])([]) == []
-
-
-def test_a_table_whose_weight_is_computed():
-    """Its gradient is passed on as an ordinary one; that of its neighbour stays compact."""
-    collection = EmbeddingBagCollection([(5, 2), (5, 2)])
-    nn.utils.parametrizations.weight_norm(collection.tables[0])
-    sum(output.sum() for output in collection(torch.tensor([[1, 2]]))).backward()
-    assert all(p.grad is not None for p in collection.tables[0].parameters())
-    assert plain(collection.tables[1].weight.grad)._nnz() == 1
 
 
 IDS = torch.tensor([[1, 2]])
@@ -136,7 +116,7 @@ def test_what_is_refused_changes_nothing():
     collection = EmbeddingBagCollection({"a": (5, 2), "b": (9, 2)}, max_norm=0.1)
     before = [param.detach().clone() for param in collection.parameters()]
     for arguments in WRONG:
-        with pytest.raises(sparsestep.InputError, match=r"'b'|EmbeddingBagCollection: "):
+        with pytest.raises(sparsestep.InputError):
             collection(*arguments)
         for param, old in zip(collection.parameters(), before, strict=True):
             assert same(param, old)  # though max_norm would have written to the first table

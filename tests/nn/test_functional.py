@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep._native import instruction_set, instruction_sets, use_instruction_set
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.nn.functional import embedding_dot, embedding_l2
+from tests.table import INSTRUCTION_SETS, running_on
 
 IDS = {
     "one each": torch.randint(30, (9,)),
@@ -77,34 +77,24 @@ def test_an_empty_batch_has_empty_results_and_gradients(shape: tuple[int, ...]):
         assert not table.weight.grad.to_dense().any()
 
 
-def test_a_gradient_has_no_row_for_each_pair():
-    left, right, _ = tables()
-    embedding_dot(left, torch.arange(9), right, torch.randint(30, (9, 50))).sum().backward()
-    assert right.weight.grad.indexed().values.shape == (9, 37)
-    assert left.weight.grad.indexed().values.shape == (9, 37)
-
-
 def test_weights_and_torchs_modules():
     left, right, _ = tables()
     one, several = torch.arange(9), IDS["several each"]
     wanted = embedding_dot(left, one, right, several)
     assert embedding_dot(left.weight, one, right.weight, several).equal(wanted)
     close(embedding_dot(plain(left), one, plain(right), several), wanted)
+    wanted.sum().backward()
+    for table in (left, right):  # not a row for each pair
+        assert table.weight.grad.indexed().values.shape == (9, 37)
 
 
-def test_padding_has_no_gradient():
-    left, right, _ = tables(padding_idx=3)
+def test_padding_has_no_gradient_and_rows_are_renormalized():
+    left, right, _ = tables(padding_idx=3, max_norm=0.5)
     ids = torch.full((9, 2), 3)
     ids[:, 0] = 5
     embedding_dot(left, torch.arange(9), right, ids).sum().backward()
     assert right.weight.grad.coalesce().indices().tolist() == [[5]]
-
-
-def test_rows_are_renormalized_where_the_module_does():
-    left, _, _ = tables()
-    right = sparsestep.nn.Embedding(30, 37, max_norm=0.5, dtype=torch.float64)
-    embedding_dot(left, torch.arange(9), right, torch.arange(9))
-    assert (right.weight[:9].norm(dim=1) <= 0.5 + 1e-9).all()
+    assert (left.weight[:9].norm(dim=1) <= 0.5 + 1e-9).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -113,16 +103,11 @@ def test_bits_do_not_depend_on_threads_or_instruction_set(dtype: torch.dtype):
     ids = torch.randint(30, (500, 20))
     one = torch.randint(30, (500,))
     found = []
-    before = instruction_set(), torch.get_num_threads()
-    try:
-        for name in [name for name, is_there in instruction_sets().items() if is_there]:
-            for threads in (1, 2):
-                use_instruction_set(name)
-                torch.set_num_threads(threads)
+    for name in INSTRUCTION_SETS:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with running_on(name):
                 found.append(embedding_dot(left, one, right, ids))
-    finally:
-        use_instruction_set(before[0])
-        torch.set_num_threads(before[1])
     assert all(each.equal(found[0]) for each in found)
     wanted = expected(left.double(), one, right.double(), ids)
     torch.testing.assert_close(found[0].double(), wanted, rtol=1e-2, atol=0.1)
@@ -130,50 +115,27 @@ def test_bits_do_not_depend_on_threads_or_instruction_set(dtype: torch.dtype):
 
 @pytest.mark.parametrize("guard", [False, True])
 def test_deferred_rows_catch_up_before_they_are_read(guard: bool):
-    results = []
-    for semantics in ("dense", "reference"):
-        left, right, _ = tables()
-        model = nn.ModuleList([left, right])
-        if semantics == "dense":
-            optimizer: Any = sparsestep.AdamW(model.parameters(), lr=0.1, semantics="dense")
-            optimizer.track(model, guard=guard)
-        else:
-            model = nn.ModuleList(map(plain, (left, right)))
-            left, right = model  # type: ignore[assignment]
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        chance = torch.Generator().manual_seed(3)
-        for _ in range(6):
-            one = torch.randint(30, (5,), generator=chance)
-            several = torch.randint(30, (5, 2), generator=chance)
-            optimizer.zero_grad(set_to_none=semantics == "dense")
-            loss = (
-                embedding_dot(left, one, right, several)
-                if semantics == "dense"
-                else expected(left, one, right, several)
-            )
-            loss.square().sum().backward()
-            optimizer.step()
-        if semantics == "dense":
-            optimizer.catch_up()
-        results.append([param.detach().clone() for param in model.parameters()])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
-
-
-def test_what_does_not_fit_is_refused():
-    left, right, _ = tables()
-    one = torch.arange(9)
-    for match, call in {
-        "right_ids must have shape": lambda: embedding_dot(left, one, right, torch.arange(8)),
-        "left_ids must have shape": lambda: embedding_dot(left, one[None], right, one),
-        "same number of columns": lambda: embedding_dot(left, one, right.weight[:, :5], one),
-        "2-D weight": lambda: embedding_dot(left, one, torch.zeros(3), one),
-        "belong together": lambda: embedding_dot(left, one, right, one, diagonal=left),
-        "in \\[0, 30\\)": lambda: embedding_dot(left, one, right, one + 25),
-    }.items():
-        with pytest.raises(sparsestep.InputError, match=match):
-            call()
-    assert left.weight.grad is None
+    """By products and by penalties."""
+    ours = nn.ModuleList(tables()[:2])
+    theirs = nn.ModuleList(map(plain, ours))
+    optimizer = sparsestep.AdamW(ours.parameters(), lr=0.1, semantics="dense")
+    optimizer.track(ours, guard=guard)
+    dense = torch.optim.AdamW(theirs.parameters(), lr=0.1)
+    chance = torch.Generator().manual_seed(3)
+    for _ in range(6):
+        one = torch.randint(30, (5,), generator=chance)
+        several = torch.randint(30, (5, 2), generator=chance)
+        optimizer.zero_grad()
+        dense.zero_grad(set_to_none=False)
+        embedding_dot(ours[0], one, ours[1], several).square().sum().backward()
+        expected(theirs[0], one, theirs[1], several).square().sum().backward()
+        optimizer.step()
+        dense.step()
+        rows = theirs[1].weight.detach()[[3, 9]].square().sum()
+        close(embedding_l2(ours[1], torch.tensor([9, 3, 9])).detach(), rows, 1e-6)
+    optimizer.catch_up()
+    for param, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(param, its, rtol=1e-6, atol=1e-8)
 
 
 # Penalties
@@ -242,17 +204,3 @@ def test_a_penalty_rescales_rows_as_a_lookup_does():
     close(embedding_l2(table, torch.tensor([3, 3, 8])), torch.tensor(0.5), 1e-5)
     norms = table.weight.norm(dim=1)
     assert [n for n in range(30) if norms[n] <= 0.5] == [3, 8]
-
-
-def test_a_penalty_brings_deferred_rows_up_to_date():
-    for guard in (False, True):
-        table = sparsestep.nn.Embedding(30, 4)
-        optimizer = sparsestep.SGD(table.parameters(), lr=1.0, momentum=0.5, semantics="dense")
-        optimizer.track(table, guard=guard)
-        for ids in (torch.tensor([3, 4]), torch.tensor([4])):
-            optimizer.zero_grad()
-            table(ids).sum().backward()
-            optimizer.step()
-        penalty = embedding_l2(table, torch.tensor([3]))
-        optimizer.catch_up()
-        close(penalty, table.weight.detach()[3].square().sum(), 1e-6)
