@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.distributed import collectives
+from sparsestep.distributed.checkpoint._reshard import (
+    NEW_ROW,
+    ReassignedIds,
+    VocabularyBlock,
+    VocabularyLayout,
+    reassign_ids,
+)
 from sparsestep.distributed.placement import hash_owner
+from sparsestep.nn.id_table import Options
 from tests.distributed.runs import said
 from tests.ranks import on_ranks
 
@@ -443,3 +451,49 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path):
     for function in (sparsestep.distributed.save, sparsestep.distributed.async_save):
         with pytest.raises(sparsestep.InputError, match=r"must be an nn\.Module\. Got Adam"):
             function(tmp_path / "swapped", sparsestep.Adam(other.parameters()), other)
+
+
+# Ids that get new owners
+
+# Two ranks have saved: the first has rows 0, 2, 4 and 6, the second 1, 3 and 5.
+STORED = torch.tensor(
+    [[0, 0, 0], [0, 0, 0], [10, 4, 8], [11, 2, 3], [12, 1, 9], [13, 9, 5], [0, 0, 0]]
+)
+CANDIDATES = torch.tensor([[20, 1], [30, 1], [21, 2], [31, 1], [22, 1], [0, 0]])
+# In use, candidates, seen since counts were halved, the time, rows that changed hands.
+NUMBERS = torch.tensor([[3, 3], [3, 2], [20, 15], [9, 5], [6, (1 << 40) + 4]])
+
+
+def reassigned(**changes: Any) -> ReassignedIds:
+    layout = VocabularyLayout(7, 2, shared=1, admit=2, tables={})
+    block = VocabularyBlock(NUMBERS, 0, STORED, 0, CANDIDATES)._replace(**changes)
+    return reassign_ids(collectives.Collectives(None), layout, block, Options(7, 1, 2, None))
+
+
+def test_reassigned_ids_keep_counts_ages_order_and_rows():
+    found = reassigned()
+    assert found.saved.used == 5
+    assert found.saved.ids[1:5].tolist() == [10, 11, 12, 13]
+    assert found.saved.counts[1:5].tolist() == [4, 2, 1, 9]
+    assert found.now == 9
+    assert (found.now - found.saved.seen[1:5]).tolist() == [9 - 8, 5 - 3, 9 - 9, 5 - 5]
+    assert found.saved.sightings == 35
+    # Row 6 was free. The shared row of the second rank is not needed, another row is new.
+    assert found.source.tolist() == [0, 2, 3, 4, 5, 6, NEW_ROW]
+    # No seed is used twice.
+    assert found.seed == 6
+    more = NUMBERS.clone()
+    more[4, 1] += 100
+    assert reassigned(numbers=more).seed == 104
+
+
+@pytest.mark.parametrize("room", [9, 4])
+def test_candidates_take_turns(room: int, monkeypatch: pytest.MonkeyPatch):
+    """Those that each rank has seen last come last; of too many, these are kept."""
+    monkeypatch.setattr(Options, "candidates", room)
+    saved = reassigned().saved
+    ids, counts = (
+        each[: saved.candidates].tolist() for each in (saved.candidate_ids, saved.candidate_counts)
+    )
+    assert ids == [20, 21, 30, 22, 31][-room:]
+    assert counts == [dict(CANDIDATES.tolist())[each] for each in ids]

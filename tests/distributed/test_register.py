@@ -9,7 +9,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,14 +30,9 @@ import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 
 
-@pytest.fixture(scope="module")
-def utils() -> ModuleType:
-    """Torch's module that has the map, after register()."""
+def test_torch_makes_functional_optimizers(monkeypatch: pytest.MonkeyPatch):
     sparsestep.distributed.register()
-    return importlib.import_module("torch.distributed.optim.utils")
-
-
-def test_torch_makes_functional_optimizers(utils: ModuleType):
+    utils = importlib.import_module("torch.distributed.optim.utils")
     before = dict(utils.functional_optim_map)
     sparsestep.distributed.register()  # once more changes nothing
     assert utils.functional_optim_map == before
@@ -54,6 +48,9 @@ def test_torch_makes_functional_optimizers(utils: ModuleType):
             assert same_bits(ours, theirs)
     with pytest.raises(ValueError, match="FunctionalSGD: optimizer got an empty parameter list"):
         utils.functional_optim_map[sparsestep.SGD]([], lr=0.1)
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    with pytest.raises(sparsestep.InputError, match=r"built with torch\.distributed\. Got torch"):
+        sparsestep.distributed.register()
 
 
 class Holder(torch.nn.Module):
@@ -115,12 +112,6 @@ def test_optimizers_of_the_same_parameters_wait_for_each_other():
     assert torch.stack(weights).unique().tolist() == [-200.0]
 
 
-def test_a_torch_without_distributed_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    with pytest.raises(sparsestep.InputError, match=r"built with torch\.distributed\. Got torch"):
-        sparsestep.distributed.register()
-
-
 def test_importing_it_imports_little():
     code = """
 import sys, torch
@@ -144,9 +135,9 @@ class Tables(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first = torch.nn.Embedding(ROWS, 4, sparse=True)
         self.second = torch.nn.Embedding(ROWS, 4, sparse=True)
-        fill(self)
 
     def forward(self, ids: Tensor, both: bool) -> Tensor:
         return self.first(ids) * self.second(ids.flip(0)) if both else self.first(ids)
@@ -158,11 +149,9 @@ class Tables(torch.nn.Module):
         return [param.detach().clone() for param in self.parameters()]
 
 
-def fill(module: torch.nn.Module) -> torch.nn.Module:
-    with torch.no_grad():
-        for param in module.parameters():
-            param.copy_(torch.linspace(-1, 1, param.numel()).view_as(param))
-    return module
+def new_layer() -> torch.nn.Linear:
+    torch.manual_seed(1)
+    return torch.nn.Linear(4, 2)
 
 
 def batch(step: int) -> Tensor:
@@ -172,7 +161,7 @@ def batch(step: int) -> Tensor:
 
 
 def in_one_process(cls: Any, both: Callable[[int], bool]) -> list[Tensor]:
-    tables, layer = Tables(), fill(torch.nn.Linear(4, 2))
+    tables, layer = Tables(), new_layer()
     opt = cls([*tables.parameters(), *layer.parameters()], lr=0.01)
     for step in range(STEPS):
         opt.zero_grad()
@@ -185,7 +174,7 @@ def over_rpc(cls: Any, both: Callable[[int], bool], *, functional: bool) -> list
     """Tables there, layer here, one optimizer of both."""
     from torch.distributed.optim import DistributedOptimizer
 
-    tables, layer = rpc.remote(SERVER, Tables), fill(torch.nn.Linear(4, 2))
+    tables, layer = rpc.remote(SERVER, Tables), new_layer()
     rrefs = [*tables.rpc_sync().rrefs(), *(rpc.RRef(param) for param in layer.parameters())]
     opt = DistributedOptimizer(cls, rrefs, lr=0.01)
     assert opt.is_functional_optim == functional

@@ -1,10 +1,9 @@
-"""Whatever torch's modules take, a sharded one takes: ranks are threads of this process."""
+"""A sharded module takes every call that torch's module takes."""
 
 from __future__ import annotations
 
 import itertools
 import struct
-import threading
 from typing import Any
 
 import pytest
@@ -12,93 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed._table import ShardedTable
 from sparsestep.distributed.collectives import Collectives, Messages, pack, unpack
-from sparsestep.distributed.grads import ShardedGradSource
 from sparsestep.distributed.placement import PLACEMENTS
-from sparsestep.distributed.shard import _convert_table
 from sparsestep.nn import lookup
-from tests.distributed.runs import KINDS, each_kind
+from tests.distributed.runs import KINDS, each_kind, whole
+from tests.ranks import Rank, ranks
 
 WORLD, ROWS, DIM = 3, 10, 4
-
-
-class Hall:
-    """Where ranks that are threads meet."""
-
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(WORLD, timeout=30)
-        self.lock = threading.Lock()
-        self.desk: list[Any] = [None] * WORLD
-        self.sent = 0  # bytes, to others
-
-    def swap(self, rank: int, outgoing: list[Tensor]) -> list[Tensor]:
-        self.desk[rank] = outgoing
-        self.barrier.wait()
-        found = [theirs[rank].clone() for theirs in self.desk]
-        self.barrier.wait()
-        return found
-
-
-class Threads(Collectives):
-    def __init__(self, hall: Hall, rank: int) -> None:
-        self.group, self.hall, self.rank, self.world_size = None, hall, rank, WORLD
-        self._allocate_buffers()
-
-    def all_to_all_rows(self, outgoing: Tensor) -> Tensor:
-        return torch.stack(self.hall.swap(self.rank, list(outgoing)))
-
-    def _exchange_bytes(
-        self, outgoing: Tensor, incoming: Tensor, outgoing_sizes: Any, incoming_sizes: Any
-    ) -> None:
-        others = [n for rank, n in enumerate(outgoing_sizes) if rank != self.rank]
-        with self.hall.lock:
-            self.hall.sent += sum(max(0, n - 1) for n in others)
-        found = self.hall.swap(self.rank, list(outgoing.split(outgoing_sizes)))
-        assert [len(each) for each in found] == list(incoming_sizes)
-        incoming.copy_(torch.cat(found))
-
-
-def placement_of(kind: str, rows: int) -> Any:
-    owner = {"owner": 1} if kind == "tables" else {}
-    return PLACEMENTS[kind]("", rows, DIM, 4, **owner)  # type: ignore[arg-type]
-
-
-def on_threads(
-    make: Any, kind: str, order: str, calls: list[tuple[Any, ...]], grads: Any, hall: Any = None
-) -> Any:
-    """The outputs of all ranks, and the table after a step."""
-    hall, outputs, modules = hall or Hall(), [None] * WORLD, [make() for _ in range(WORLD)]
-    errors: list[BaseException] = []
-
-    def work(rank: int) -> None:
-        try:
-            ranks, module = Threads(hall, rank), modules[rank]
-            placement = placement_of(kind, module.num_embeddings)
-            options: Any = {"reduce": "sum", "order": order}
-            table = ShardedTable(0, module, placement, ranks, **options)
-            table.init_rows(0)
-            table.build_local(module)
-            group = ShardedGradSource(ranks, [table], 1)
-            _convert_table(module, table, group)
-            outputs[rank] = module(*calls[rank])
-            outputs[rank].backward(grads[rank])
-            sparsestep.SGD(module.parameters(), lr=0.5).step()
-        except BaseException as error:
-            hall.barrier.abort()
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(WORLD)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    weights = [module.weight.detach() for module in modules]
-    if kind == "rows":
-        return outputs, torch.stack(weights, 1).flatten(0, 1)[:ROWS]
-    return outputs, weights[1]
+shard = sparsestep.distributed.shard
 
 
 def ids(rank: int, *shape: int) -> Tensor:
@@ -151,126 +71,127 @@ REFUSED = [
     ("copy", "by frequency"),
     ("copy", "one by frequency"),
 ]
-ORDERS = ("fast", "global")
 
 
-@pytest.mark.parametrize("name", list(CALLS))
-def test_bags(name: str):
-    for kind, order in itertools.product(KINDS, ORDERS):
+def seeded(make: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return make(ROWS, DIM, **options)
+
+
+def check(rank: Rank, order: str, make: Any, calls: dict[str, Any], options: Any) -> None:
+    """All ranks look up in tables of each kind, and one process looks up the inputs of all."""
+    model, plan, used = nn.ModuleDict(), {}, []
+    for name, kind in itertools.product(calls, KINDS):
         if (kind, name) not in REFUSED:
-            check_bags(name, kind, order)
+            plan[f"{name}-{kind}"] = kind
+            used.append((name, kind))
+            model[f"{name}-{kind}"] = seeded(make, **options[name])
+    shard(model, plan=plan, reduce="sum", order=order)
+    losses, checks = [], []
+    for name, kind in used:
+        inputs, grads, join = calls[name]
+        table = model[f"{name}-{kind}"]
+        output = table(*inputs[rank.index])
+        losses.append((output * grads[rank.index]).sum())
+        plain = seeded(getattr(sparsestep.nn, make.__name__), **options[name])
+        found = plain(*join)
+        found.backward(torch.cat([grad.reshape(-1, DIM) for grad in grads]))
+        sparsestep.SGD(plain.parameters(), lr=0.5).step()
+        expected = found.split([grad.numel() // DIM for grad in grads])[rank.index]
+        tolerance = 3e-2 if output.dtype is torch.bfloat16 else 1e-6
+        close = {"rtol": tolerance, "atol": tolerance, "msg": lambda m, n=name: f"{n}: {m}"}
+        torch.testing.assert_close(output, expected.view_as(output), **close)
+        checks.append((table, kind, plain.weight.detach(), close))
+    sum(losses).backward()
+    sparsestep.SGD(model.parameters(), lr=0.5).step()
+    for table, kind, weight, close in checks:
+        torch.testing.assert_close(whole(rank, table.weight, kind, ROWS), weight, **close)
 
 
-def check_bags(name: str, kind: str, order: str) -> None:
-    """One process looks up the bags of all ranks, one after the other."""
-    arguments, options = CALLS[name]
-    options = {"mode": "sum", **options}
-
-    def make() -> nn.EmbeddingBag:
-        torch.manual_seed(0)
-        return nn.EmbeddingBag(ROWS, DIM, **options)
-
-    calls = [arguments(rank) for rank in range(WORLD)]
-    dtype = options.get("dtype", torch.float32)
-    grads = [weights(10 + rank, 3, DIM).to(dtype) for rank in range(WORLD)]
-    outputs, after = on_threads(make, kind, order, calls, grads)
-    rows, offsets, factors, begin = [], [], [], 0
-    for call in calls:
-        mine, starts, scale = (*call, None, None)[:3]
-        if mine.dim() == 2:
-            starts = torch.arange(3) * mine.shape[1]
-        scale = torch.ones(mine.numel(), dtype=dtype) if scale is None else scale
-        rows.append(mine.flatten().long())
-        offsets.append(starts[:3] + begin)
-        factors.append(scale.flatten())
-        begin += mine.numel()
-    if options.get("include_last_offset"):
-        offsets.append(torch.tensor([begin]))
-    plain = sparsestep.nn.fuse(make())
-    scales = torch.cat(factors) if options["mode"] == "sum" else None
-    found = plain(torch.cat(rows), torch.cat(offsets), scales)
-    found.backward(torch.cat(grads))
-    sparsestep.SGD(plain.parameters(), lr=0.5).step()
-    tolerance = 3e-2 if dtype is torch.bfloat16 else 1e-6
-    torch.testing.assert_close(torch.cat(outputs), found, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(after, plain.weight.detach(), rtol=tolerance, atol=tolerance)
+@ranks(WORLD)
+@pytest.mark.parametrize(("order", "by_core"), [("fast", True), ("global", True), ("fast", False)])
+def test_bags(rank: Rank, order: str, by_core: bool):
+    """In one process, the bags of all ranks come one after the other."""
+    if not by_core:
+        rank.monkeypatch.setattr(lookup, "look_up", lambda requests: None)
+    calls, made = {}, {}
+    for name, (arguments, options) in CALLS.items():
+        made[name] = options = {"mode": "sum", **options}
+        dtype = options.get("dtype", torch.float32)
+        inputs = [arguments(each) for each in range(WORLD)]
+        rows, offsets, factors, begin = [], [], [], 0
+        for each in inputs:
+            mine, starts, scale = (*each, None, None)[:3]
+            if mine.dim() == 2:
+                starts = torch.arange(3) * mine.shape[1]
+            scale = torch.ones(mine.numel(), dtype=dtype) if scale is None else scale
+            rows.append(mine.flatten().long())
+            offsets.append(starts[:3] + begin)
+            factors.append(scale.flatten())
+            begin += mine.numel()
+        if options.get("include_last_offset"):
+            offsets.append(torch.tensor([begin]))
+        scales = torch.cat(factors) if options["mode"] == "sum" else None
+        grads = [weights(10 + each, 3, DIM).to(dtype) for each in range(WORLD)]
+        calls[name] = inputs, grads, (torch.cat(rows), torch.cat(offsets), scales)
+    check(rank, order, nn.EmbeddingBag, calls, made)
 
 
-@pytest.mark.parametrize("name", ["offsets", "long mean", "long factors"])
-def test_bags_that_the_core_declines(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lookup, "look_up", lambda requests: None)
-    for kind in ("tables", "rows"):
-        check_bags(name, kind, "fast")
-
-
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"scale_grad_by_freq": True}], ids=str)
-def test_rows_of_any_shape(options: dict[str, Any]):
-    def make() -> nn.Embedding:
-        torch.manual_seed(0)
-        return nn.Embedding(ROWS, DIM, **options)
-
-    calls = [(ids(0, 2, 3),), (ids(1),), (ids(2, 0),)]
-    grads = [weights(10 + rank, *call[0].shape, DIM) for rank, call in enumerate(calls)]
-    plain = sparsestep.nn.fuse(make())
-    found = plain(torch.cat([call[0].flatten() for call in calls]))
-    found.backward(torch.cat([grad.reshape(-1, DIM) for grad in grads]))
-    sparsestep.SGD(plain.parameters(), lr=0.5).step()
-    # Each rank has its own frequencies of a copy.
-    kinds = KINDS[:2] if "scale_grad_by_freq" in options else KINDS
-    for kind, order in itertools.product(kinds, ORDERS):
-        outputs, after = on_threads(make, kind, order, calls, grads)
-        assert [tuple(each.shape) for each in outputs] == [(2, 3, DIM), (DIM,), (0, DIM)]
-        assert torch.equal(torch.cat([each.reshape(-1, DIM) for each in outputs]), found)
-        torch.testing.assert_close(after, plain.weight.detach())
+@ranks(WORLD)
+def test_rows_of_any_shape(rank: Rank):
+    inputs = [ids(0, 2, 3), ids(1), ids(2, 0)]
+    grads = [weights(10 + each, *ids.shape, DIM) for each, ids in enumerate(inputs)]
+    call = [(each,) for each in inputs], grads, (torch.cat([each.flatten() for each in inputs]),)
+    options = {"": {}, "padding": {"padding_idx": 3}, "by frequency": {"scale_grad_by_freq": True}}
+    for order in ("fast", "global"):
+        check(rank, order, nn.Embedding, dict.fromkeys(options, call), options)
 
 
 @each_kind
-def test_outputs_may_be_written_to(kind: Any):
+def test_inputs_and_outputs_may_be_written_to(kind: Any):
     """As a layer does that works in place."""
-    model = sparsestep.nn.EmbeddingBagCollection([(5, 2), (5, 2)], mode="sum")
-    sparsestep.distributed.shard(model, plan=kind)
-    for found in model([torch.tensor([[1, 2]])] * 2):
-        found.relu_().sum().backward()
-
-
-@each_kind
-def test_arguments_may_be_overwritten_after_the_call(kind: Any):
-    table = nn.EmbeddingBag(5, 2, mode="sum")
-    sparsestep.distributed.shard(table, plan=kind)
+    table = nn.EmbeddingBag.from_pretrained(torch.zeros(5, 2), freeze=False, mode="sum")
+    shard(table, plan=kind)
     rows, factors = torch.tensor([[1, 2]]), torch.tensor([[2.0, 3.0]])
     found = table(rows, None, factors)
     rows.zero_()
     factors.zero_()
-    found.sum().backward()
-    before = table.weight.detach().clone()
+    found.mul_(2).sum().backward()
     sparsestep.SGD(table.parameters(), lr=1.0).step()
-    assert (before - table.weight.detach())[:, 0].tolist() == [0.0, 2.0, 3.0, 0.0, 0.0]
+    assert table.weight[:, 0].tolist() == [0.0, -4.0, -6.0, 0.0, 0.0]
+    collection = sparsestep.nn.EmbeddingBagCollection([(5, 2), (5, 2)], mode="sum")
+    shard(collection, plan=kind)
+    for found in collection([torch.tensor([[1, 2]])] * 2):
+        found.relu_().sum().backward()
+    with pytest.raises(sparsestep.InputError):
+        table(torch.tensor([[1, 2]]), None, torch.ones(1, 2, requires_grad=True))
 
 
-def test_factors_that_need_a_gradient_are_refused():
-    table = nn.EmbeddingBag(5, 2, mode="sum")
-    sparsestep.distributed.shard(table)
-    factors = torch.ones(1, 2, requires_grad=True)
-    with pytest.raises(sparsestep.InputError, match="must not require a gradient"):
-        table(torch.tensor([[1, 2]]), None, factors)
-
-
-@pytest.mark.parametrize("length", [1, 3, 12])
+@ranks(WORLD)
 @each_kind
-def test_what_is_sent_is_what_the_plan_says(kind: str, length: int):
+def test_what_is_sent_is_what_the_plan_says(rank: Rank, kind: str):
     """Of rows on average; here every owner has as many ids as the others."""
-    hall, rows, batch = Hall(), 36, 12
-    calls = []
-    for rank in range(WORLD):
-        begin = torch.arange(batch).reshape(-1, 1) + rank
-        calls.append(((begin + batch * torch.arange(length)) % rows,))
-    grads = [torch.ones(batch, DIM)] * WORLD
-    on_threads(lambda: nn.EmbeddingBag(rows, DIM, mode="sum"), kind, "fast", calls, grads, hall)
-    said = WORLD * placement_of(kind, rows).bytes_per_step(WORLD, batch, length)
-    if kind == "rows" and length == 3:  # all ids of a bag have one owner here: fewer parts
-        assert hall.sent < said
-    else:
-        assert hall.sent == said
+    sent, rows, batch, exchange = [0], 36, 12, Collectives._exchange_bytes
+
+    def count(self: Any, outgoing: Tensor, incoming: Tensor, sizes: Any = (), *more: Any) -> Any:
+        sent[0] += sum(max(0, size - 1) for to, size in enumerate(sizes) if to != rank.index)
+        return exchange(self, outgoing, incoming, *([sizes] if sizes else []), *more)
+
+    rank.monkeypatch.setattr(Collectives, "_exchange_bytes", count)
+    placement = PLACEMENTS[kind]("", rows, DIM, 4)  # type: ignore[arg-type]
+    for length in (1, 3, 12):
+        sent[0] = 0
+        table = nn.EmbeddingBag(rows, DIM, mode="sum")
+        shard(table, plan=kind)
+        begin = torch.arange(batch).reshape(-1, 1) + rank.index
+        table((begin + batch * torch.arange(length)) % rows).sum().backward()
+        sparsestep.SGD(table.parameters(), lr=1.0).step()
+        said = WORLD * placement.bytes_per_step(WORLD, batch, length)
+        total = sum(rank.gather(sent[0]))
+        if kind == "rows" and length == 3:  # all ids of a bag have one owner here: fewer parts
+            assert total < said
+        else:
+            assert total == said
 
 
 def test_messages_are_packed_and_unpacked():

@@ -1,11 +1,17 @@
-"""Checkpoints have the rows that were written since the one before, and survive errors."""
+"""Checkpoints have the rows written since the one before; errors and kills leave a whole one."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import json
 import os
+import random
 import shutil
+import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,10 @@ import torch
 from torch import nn
 
 import sparsestep
+from sparsestep.errors import InputError
+from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import checkpoint, journal, load, mapped, save, writing
+from tests.storage import kills
 from tests.storage.training import (
     DIM,
     ROWS,
@@ -22,12 +31,14 @@ from tests.storage.training import (
     batches,
     coo,
     embedding,
+    fork,
     full,
     in_each_place,
     initial,
     journals_in,
     needs_holes,
     now,
+    raising,
     same,
     saved_run,
     table_in,
@@ -38,9 +49,17 @@ from tests.table import same_bits
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@in_each_place
-@pytest.mark.parametrize("semantics", ["masked", "dense"])
-@pytest.mark.parametrize("optimizer", [sparsestep.Adam, sparsestep.Adagrad, sparsestep.SGD])
+@pytest.mark.parametrize(
+    ("optimizer", "semantics", "in_rows"),
+    [
+        (sparsestep.Adam, "masked", False),
+        (sparsestep.Adam, "dense", True),
+        (sparsestep.Adagrad, "masked", True),
+        (sparsestep.Adagrad, "dense", False),
+        (sparsestep.SGD, "masked", False),
+        (sparsestep.SGD, "dense", True),
+    ],
+)
 def test_a_checkpoint_restores_everything(optimizer, semantics, in_rows, tmp_path: Path):
     run = Run(tmp_path, optimizer, in_rows, semantics=semantics)
     for number in range(3):
@@ -205,9 +224,15 @@ def _other_lineage(run: Run) -> None:
     older.rename(run.folder / "saved")
 
 
-@in_each_place
 @pytest.mark.parametrize(
-    "change", [_new_optimizer, _other_folder, _lost_file, _other_model, _other_lineage]
+    ("change", "in_rows"),
+    [
+        (_new_optimizer, False),
+        (_other_folder, False),
+        (_lost_file, True),
+        (_other_model, False),
+        (_other_lineage, True),
+    ],
 )
 def test_a_folder_without_the_rest_of_the_rows_gets_a_new_base(change, in_rows, tmp_path: Path):
     run = Run(tmp_path, in_rows=in_rows)
@@ -257,7 +282,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(kind, tmp_path: Path, monkeypa
             patch.setattr(torch, "save", lambda what, file: full() if what else None)
         else:
             patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises((OSError, sparsestep.InputError)):
+        with pytest.raises((OSError, InputError)):
             run.save()
     if kind == "base":
         assert not any(name.startswith("base") for name in os.listdir(tmp_path / "saved"))
@@ -268,26 +293,25 @@ def test_a_full_disk_leaves_the_checkpoint_before(kind, tmp_path: Path, monkeypa
         run.save()
 
 
-def test_wrong_rows_to_write_are_refused(tmp_path: Path):
+def test_wrong_arguments_change_nothing(tmp_path: Path):
     """A mask would be taken for rows 0 and 1, and the next checkpoint would have no others."""
-    table = mapped(tmp_path / "table", (ROWS, DIM))
-    for rows in (torch.ones(ROWS).bool(), torch.tensor([-1]), torch.tensor([ROWS]), [3]):
-        with pytest.raises(sparsestep.InputError, match=r"^rows "), writing(table, rows):
-            table.fill_(1.0)
-    assert not table.any()
-
-
-def test_wrong_models_and_optimizers_are_refused(tmp_path: Path):
     run = Run(tmp_path)
     run.train()
     run.save()
     before = run.now
-    other = nn.Sequential(embedding(mapped(tmp_path / "other", (ROWS, DIM))))
-    with pytest.raises(sparsestep.InputError, match="parameters, buffers and shapes"):
-        load(tmp_path / "saved", other, sparsestep.Adam(other.parameters()))
-    with pytest.raises(sparsestep.InputError, match="must have the same tables in files"):
-        load(tmp_path / "saved", run.model, sparsestep.RowwiseAdagrad(run.model.parameters()))
-    with pytest.raises(sparsestep.InputError, match="extra must hold only"):
+    table = mapped(tmp_path / "other", (ROWS, DIM))
+    for rows in (torch.ones(ROWS).bool(), torch.tensor([-1]), torch.tensor([ROWS]), [3]):
+        with pytest.raises(InputError, match=r"^rows "), writing(table, rows):
+            table.fill_(1.0)
+    assert not table.any()
+    other = nn.Sequential(embedding(table))
+    for model, opt in (
+        (other, sparsestep.Adam(other.parameters())),
+        (run.model, sparsestep.RowwiseAdagrad(run.model.parameters())),
+    ):
+        with pytest.raises(InputError):
+            load(tmp_path / "saved", model, opt)
+    with pytest.raises(InputError):
         run.save(extra=run)
     assert same(before, run.now)
     assert json.loads((tmp_path / "saved" / "manifest.json").read_text())["number"] == 1
@@ -341,7 +365,7 @@ def test_a_large_sparse_table_is_verified_in_no_time(tmp_path: Path):
     with open(base, "r+b") as file:
         file.seek(1 << 33)
         file.write(b"!")
-    with pytest.raises(sparsestep.InputError, match="different bytes"):
+    with pytest.raises(InputError, match="different bytes"):
         load(tmp_path / "saved", model, opt)
 
 
@@ -358,3 +382,187 @@ def test_a_checkpoint_copied_without_holes_is_the_same(tmp_path: Path):
     run.train()
     run.load()
     assert same(before, run.now)
+
+
+# Loading is complete or has changed nothing, and may be repeated
+
+
+def fail_at(function: Callable[..., Any], nth: int, fail: Callable[[], Any]) -> Callable[..., Any]:
+    """The function, which fails in its n-th call, before it does anything."""
+    calls = 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return fail() if calls == nth else function(*args, **kwargs)
+
+    return failing
+
+
+out_of_memory = raising(
+    RuntimeError, "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"
+)
+FAULTS: list[tuple[Any, str, int, Callable[[], None], type[BaseException]]] = [
+    (os, "posix_fallocate", 1, full, OSError),
+    (os, "pwrite", 1, full, OSError),
+    (os, "fsync", 1, full, OSError),
+    (os, "link", 1, full, OSError),
+    (os, "dup2", 1, full, OSError),
+    (os, "replace", 1, full, OSError),
+    (os, "replace", 2, full, OSError),
+    (os, "replace", 3, full, OSError),
+    (checkpoint._Swap, "switch", 1, raising(MemoryError), MemoryError),
+    (torch, "load", 1, out_of_memory, MemoryError),
+    (torch, "empty", 1, out_of_memory, MemoryError),
+    (torch.optim.Optimizer, "load_state_dict", 1, out_of_memory, MemoryError),
+    (nn.Linear, "_load_from_state_dict", 1, raising(RuntimeError, "no"), InputError),
+    (nn.Linear, "_load_from_state_dict", 1, raising(KeyboardInterrupt), KeyboardInterrupt),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "in_rows"),
+    [(fault, each) for fault in FAULTS for each in (False, True) if fault[2] == 1 or not each],
+    ids=lambda value: f"{value[1]}-{value[2]}" if isinstance(value, tuple) else str(value),
+)
+def test_an_error_at_any_point_undoes_everything(fault, in_rows, tmp_path: Path, monkeypatch):
+    """With its state in the rows, a table has one file to be replaced."""
+    where, name, nth, fail, expected = fault
+    run, before = saved_run(tmp_path, in_rows)
+    now, options = run.now, copy.deepcopy(run.optimizer.state_dict()["param_groups"])
+    run.optimizer.param_groups[0]["lr"] = options[0]["lr"] = 0.5
+    files = run.files()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, fail_at(getattr(where, name), nth, fail))
+        with pytest.raises(expected):
+            run.load()
+    assert same(now, run.now)
+    assert run.optimizer.state_dict()["param_groups"] == options
+    assert run.files() == files
+    assert {path.name for path in tmp_path.iterdir()} == {*files, "saved"}, "nothing is left over"
+    run.train()
+    if not in_rows:  # the tensors still belong to these files
+        assert run.files()["table"].endswith(run.model[0].weight.detach().numpy().tobytes())
+    run.load()
+    assert same(before, run.now)
+    assert run.optimizer.param_groups[0]["lr"] == 0.1
+
+
+@in_each_place
+def test_tensors_follow_the_file_and_the_old_one_is_gone(in_rows, tmp_path: Path):
+    run, before = saved_run(tmp_path, in_rows)
+    weight = run.model[0].weight
+    address, file = weight.data_ptr(), file_of(weight)
+    old = os.stat(tmp_path / "table").st_ino
+    os.chmod(tmp_path / "table", 0o600)
+    run.load()
+    assert (weight.data_ptr(), file_of(weight)) == (address, file)
+    about = os.stat(tmp_path / "table")
+    assert about.st_ino != old
+    assert about.st_mode & 0o777 == 0o600
+    assert os.path.samestat(os.fstat(file.descriptor), about)
+    if sys.platform == "linux":  # no descriptor keeps the space of the old file
+        gc.collect()
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        assert not [link for link in links if "deleted" in link and str(tmp_path) in link]
+    run.train()
+    run.save()
+    assert mapped(tmp_path / "table", (ROWS, DIM)).data_ptr() == address
+    if not in_rows:
+        assert run.files()["table"].endswith(weight.detach().numpy().tobytes())
+    assert not same(before, run.now)
+
+
+def test_a_table_behind_a_link_and_one_without_a_name(tmp_path: Path):
+    (tmp_path / "disk").mkdir()
+    real = tmp_path / "disk" / "real"
+    mapped(real, (ROWS, DIM))
+    gc.collect()
+    (tmp_path / "table").symlink_to(real)
+    run, before = saved_run(tmp_path)
+    run.load()
+    assert same(before, run.now)
+    assert (tmp_path / "table").is_symlink()
+    run.train()
+    assert real.read_bytes().endswith(run.model[0].weight.detach().numpy().tobytes())
+    real.unlink()
+    real.write_bytes(b"another file")
+    run.load()
+    assert same(before, run.now)
+    assert real.read_bytes() == b"another file"
+    assert os.listdir(tmp_path / "disk") == ["real"]
+
+
+KILLED_AT = [
+    (checkpoint.Replacements, "prepare", 1),
+    (checkpoint._Swap, "rename", 2),
+]
+
+
+def load_and_die(run: Run, owner: Any, name: str, nth: int, _: int) -> None:
+    kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+    setattr(owner, name, fail_at(getattr(owner, name), nth, kill))
+    run.load()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has torch")
+@pytest.mark.parametrize("where", KILLED_AT, ids=lambda at: at[1])
+def test_a_process_killed_in_load(where, tmp_path: Path):
+    """Files have their old or their new content, and a load in another process completes it."""
+    run, before = saved_run(tmp_path)
+    now = run.now
+    pid, reader = fork(functools.partial(load_and_die, run, *where))
+    os.close(reader)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    del run
+    gc.collect()
+    table = mapped(tmp_path / "table", (ROWS, DIM))
+    assert any(same([table], [each]) for each in (now[0], before[0]))
+    del table
+    gc.collect()
+    fresh = Run(tmp_path)
+    fresh.load()
+    assert same(before, fresh.now)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"table", "table.exp_avg", "table.exp_avg_sq", "saved"}
+
+
+def test_errors_that_torch_hides_are_raised_even_while_another_is_handled(tmp_path, monkeypatch):
+    run, _ = saved_run(tmp_path)
+
+    def save_while_handling(**more: Any) -> None:
+        try:
+            raise MemoryError("of the caller")
+        except MemoryError:
+            run.save(**more)
+
+    def hiding(*_: Any, **__: Any) -> None:
+        try:
+            full()
+        finally:
+            raise RuntimeError("unexpected pos")
+
+    with pytest.raises(InputError, match="extra must hold only"):
+        save_while_handling(extra=run)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail_at(torch.save, 2, hiding))
+        with pytest.raises(OSError, match="space"):
+            save_while_handling()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has torch")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("kinds", "times"),
+    [
+        ((0, 2, kills.EVICTING), 2),
+        pytest.param(range(len(kills.OPTIMIZERS)), 10, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_that_were_killed_go_on(kinds, times, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkpoint, "_COMPACT_MIN_BYTES", 1)
+    monkeypatch.setattr(checkpoint, "_COMPACT_RATIO", 0.6)
+    chance = random.Random(0)
+    for kind in kinds:
+        kills.check(kind, times, chance)

@@ -6,8 +6,10 @@ import copy
 import functools
 import gc
 import io
+import itertools
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,69 +43,53 @@ from tests.table import DTYPES, EVERY, WITH_DENSE, same_bits
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+STATE_OPTIONS: list[dict[str, Any]] = [
+    {"state_dtype": torch.int8},
+    {"state_dtype": torch.bfloat16, "stochastic_rounding": True, "rounding_seed": 3},
+    {"amsgrad": True, "bias_correction": "per_row"},
+]
+
+
+def cases() -> Iterator[tuple[Any, torch.dtype]]:
+    """Every rule, on both engines and under both semantics; dtypes of tables and state."""
+    for engine, variants in (("native", EVERY), ("reference", EVERY[::5])):
+        for variant in variants:
+            yield functools.partial(variant, engine=engine), torch.float32
+    decaying = [(cls, {"weight_decay": 0.1}) for cls in (sparsestep.AdamW, sparsestep.Lion)]
+    for cls, options in (*((cls, {}) for cls in WITH_DENSE), *decaying):
+        yield functools.partial(cls, semantics="dense", **options), torch.float32
+    for dtype, options in itertools.product(DTYPES, STATE_OPTIONS):
+        if options.get("stochastic_rounding") and dtype == torch.float64:
+            options = {"state_dtype": torch.float32}
+        yield functools.partial(adam, engine="native", **options), dtype
+
+
 @in_each_place
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_every_optimizer_has_the_bits_that_it_has_in_memory(engine, in_rows, tmp_path: Path):
-    for number, variant in enumerate(EVERY if engine == "native" else EVERY[::5]):
-        make = functools.partial(variant, lr=0.1, engine=engine)
+def test_training_has_the_bits_that_it_has_in_memory(in_rows, tmp_path: Path):
+    for number, (make, dtype) in enumerate(cases()):
+        make = functools.partial(make, lr=0.1)
         (folder := tmp_path / str(number)).mkdir()
-        table = table_in(folder / "table", optimizer=make if in_rows else None)
-        models = embedding(table), embedding(initial())
-        optimizers = [make(model.parameters()) for model in models]
-        for model, optimizer in zip(models, optimizers, strict=True):
-            train(model, optimizer, 3)
-        assert same(*map(now, models, optimizers)), str(variant)
-        names = {spec.name for spec in variant.rule.state}
-        beside = set() if in_rows else {f"table.{name}" for name in names}
-        assert set(os.listdir(folder)) == {"table", *beside}
-        state = optimizers[0].state[models[0].weight]
-        assert all(isinstance(state[name], Mapped) for name in names)
-
-
-@in_each_place
-def test_dense_semantics_work_as_in_memory(in_rows, tmp_path: Path):
-    decaying = [functools.partial(sparsestep.AdamW, weight_decay=0.1)]
-    decaying += [functools.partial(sparsestep.Lion, weight_decay=0.1)]
-    for number, optimizer in enumerate((*WITH_DENSE, *decaying)):
-        make = functools.partial(optimizer, lr=0.1, semantics="dense")
-        table = table_in(tmp_path / str(number), optimizer=make if in_rows else None)
-        models = embedding(table), embedding(initial())
-        for model in models:
-            opt = make(model.parameters())
-            opt.track(model)
-            train(model, opt, 6)
-            opt.catch_up()
-        assert same_bits(*(model.weight.detach() for model in models)), str(optimizer)
-
-
-@in_each_place
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"state_dtype": torch.int8},
-        {"state_dtype": torch.bfloat16, "stochastic_rounding": True, "rounding_seed": 3},
-        {"amsgrad": True, "bias_correction": "per_row"},
-    ],
-    ids=["int8", "bfloat16", "amsgrad"],
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_state_and_gradients_of_every_kind(dtype, options, in_rows, tmp_path: Path):
-    if options.get("stochastic_rounding") and dtype == torch.float64:
-        options = {"state_dtype": torch.float32}
-    make = functools.partial(adam, **options)
-    for fused in (False, True):
-        table = table_in(tmp_path / f"{fused}", dtype, make if in_rows else None)
-        models = [nn.Sequential(embedding(each)) for each in (table, initial(0, dtype))]
-        optimizers = []
-        for model in models:
-            if fused:
+        table = table_in(folder / "table", dtype, make if in_rows else None)
+        found = []
+        for each in (initial(0, dtype), table):
+            model = nn.Sequential(embedding(each))
+            if number % 2:
                 sparsestep.nn.fuse(model)
-            optimizers.append(make(model.parameters()))
-            train(model, optimizers[-1], 4)
-            assert "native" in str(optimizers[-1].explain())
-        assert same(*map(now, models, optimizers))
-        assert isinstance(models[0][0].weight, Mapped)
-        assert type(models[0][0].weight) is nn.Parameter
+            opt = make(model.parameters())
+            if opt.semantics == "dense":
+                opt.track(model)
+            train(model, opt, 4)
+            opt.catch_up()
+            found.append(now(model, opt))
+        assert same(*found), (make, dtype)
+        weight = model[0].weight
+        assert type(weight) is nn.Parameter
+        assert isinstance(weight, Mapped)
+        state = {key: t for key, t in opt.state[weight].items() if torch.is_tensor(t) and t.dim()}
+        assert {spec.name for spec in opt.rule_for(opt.param_groups[0]).state} <= state.keys()
+        assert all(isinstance(tensor, Mapped) for tensor in state.values())
+        beside = set() if in_rows else {f"table.{key}" for key in state}
+        assert set(os.listdir(folder)) == {"table", *beside}, (make, dtype)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
@@ -213,37 +199,23 @@ def test_rows_that_were_not_touched_take_no_room(in_rows, tmp_path: Path):
 # Files
 
 
-def test_a_file_is_opened_again(tmp_path: Path):
-    table_in(tmp_path / "table")[7] = 5.0
-    gc.collect()
-    again = mapped(str(tmp_path / "table"), [ROWS, DIM])
-    assert again[7].eq(5).all()
-    assert same_bits(again[8], initial()[8])
-    another = mapped(tmp_path / "table", (ROWS, DIM))
-    again[9] = 3.0
-    assert another[9].eq(3).all()
-    assert another.data_ptr() == again.data_ptr()
-
-
-def test_refused_arguments_leave_no_file_and_no_change(tmp_path: Path):
+def test_refused_arguments_leave_no_file_and_no_change(tmp_path: Path, monkeypatch):
     table = mapped(tmp_path / "table", (ROWS, DIM), optimizer=adam)
-    for wrong in ({"shape": (3, -1)}, {"shape": (2.5,)}, {"optimizer": sparsestep.SGD([table])}):
-        with pytest.raises(sparsestep.InputError):
-            mapped(tmp_path / "new", **{"shape": (ROWS, DIM), **wrong})
-    with pytest.raises(sparsestep.InputError):
-        mapped(tmp_path / "table", (ROWS, DIM), optimizer=sparsestep.SGD)
-    assert os.listdir(tmp_path) == ["table"]
-    assert not table.any()
     mapped(tmp_path / "plain", (ROWS, DIM))
-    with pytest.raises(sparsestep.InputError, match="where a row has room for none"):
-        mapped(tmp_path / "plain", (ROWS, DIM), optimizer=adam)
-
-
-def test_an_installation_without_the_extension_refuses_tables_in_files(tmp_path, monkeypatch):
+    for name, wrong in (
+        ("new", {"shape": (3, -1)}),
+        ("new", {"shape": (2.5,)}),
+        ("new", {"optimizer": sparsestep.SGD([table])}),
+        ("table", {"optimizer": sparsestep.SGD}),
+        ("plain", {"optimizer": adam}),
+    ):
+        with pytest.raises(sparsestep.InputError):
+            mapped(tmp_path / name, **{"shape": (ROWS, DIM), **wrong})
     monkeypatch.setattr(sparsestep.memory.mapped_file, "ext", None)
     with pytest.raises(sparsestep.InputError, match="needs the compiled extension"):
-        mapped(tmp_path / "table", (ROWS, DIM))
-    assert os.listdir(tmp_path) == []
+        mapped(tmp_path / "new", (ROWS, DIM))
+    assert set(os.listdir(tmp_path)) == {"plain", "table"}
+    assert not table.any()
 
 
 @in_each_place
