@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.errors import InputError
 from tests.loops import Model, Training, plain
 from tests.subject import refused
 from tests.table import same_bits, snapshot, steps_of, unchanged
@@ -29,9 +28,6 @@ def has_no_gradients(training: Training) -> bool:
     return all(param.grad is None for param in training.model.parameters())
 
 
-# Loops
-
-
 LOOPS: list[Callable[[Any, Callable[[], Tensor]], Any]] = [
     lambda opt, backward: (opt.zero_grad(), backward(), opt.step()),
     lambda opt, backward: (backward(), opt.step(), opt.zero_grad()),
@@ -44,10 +40,13 @@ LOOPS: list[Callable[[Any, Callable[[], Tensor]], Any]] = [
 
 
 def test_any_loop_that_steps_once_per_backward():
-    """What is left for step() is nothing, and it counts nothing."""
-    theirs = pair()[0].run(plain, STEPS)
-    for loop in LOOPS:
-        ours = pair()[0]
+    """What is left for step() is nothing, and it counts nothing. One of the tables has a mask."""
+    theirs, *others = (Training.of(Model(several=True), sparsestep.AdamW) for _ in range(8))
+    for each in (theirs, *others):
+        each.optimizer.param_groups[0]["mask"] = [torch.arange(30) % 3 == 0, None, None]
+    theirs.run(plain, STEPS)
+    assert same_bits(theirs.model.sums.weight[1], Model().sums.weight[1])
+    for ours, loop in zip(others, LOOPS, strict=True):
         ours.optimizer.step_in_backward()
         for number in range(STEPS):
 
@@ -78,19 +77,6 @@ def test_stochastic_rounding_has_the_same_bits():
         results.append([param.detach() for param in params])
     assert all(map(same_bits, *results))
     assert not same_bits(results[0][0], results[0][2])
-
-
-def test_masks():
-    ours, theirs = pair(sparsestep.AdamW)
-    ours.optimizer.step_in_backward()
-    for each in (ours, theirs):
-        each.optimizer.param_groups[0]["mask"] = [torch.arange(30) % 3 == 0, None, None]
-        each.run(plain, STEPS)
-    assert ours.same_as(theirs)
-    assert same_bits(ours.model.sums.weight[1], Model().sums.weight[1])
-
-
-# Memory
 
 
 def test_gradients_are_freed_one_by_one():
@@ -149,12 +135,10 @@ def test_a_bad_index_changes_nothing(backwards: int):
     opt.step_in_backward(backwards=backwards)
     for steps in (1, 2):
         opt.zero_grad()
-        before = snapshot(opt)
         for _ in range(backwards - 1):
             Bad.apply(weight).sum().backward()
-        with pytest.raises(InputError, match=r"^Adam: param 0 of group 0: "):
+        with refused(opt):
             Bad.apply(weight).sum().backward()
-        assert unchanged(opt, before)
         assert weight.grad is None
         rows = torch.tensor([1, 3])
         for _ in range(backwards):  # training goes on
@@ -236,7 +220,7 @@ def test_parameters_that_are_frozen_or_that_backward_does_not_reach():
 def test_it_begins_without_gradients():
     training = pair()[0]
     training.backward(0)
-    with pytest.raises(InputError, match="zero_grad"):
+    with refused(training.optimizer):
         training.optimizer.step_in_backward()
     training.optimizer.zero_grad()
     before = snapshot(training.optimizer)
@@ -273,34 +257,21 @@ def test_parameters_that_only_some_of_the_backwards_reach(zero_first: bool):
     assert ours.same_as(theirs)
 
 
+@pytest.mark.parametrize("call", ["step", "zero_grad"])
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_one_backward_too_many_is_refused(backwards: int):
+def test_one_backward_too_many_is_refused(backwards: int, call: str):
+    """A loop may call only one of the two; training goes on as if it had not been."""
     ours, theirs = pair()
     ours.optimizer.step_in_backward(backwards=backwards)
-    for _ in range(2):
-        ours.optimizer.zero_grad()
+    for too_many in (False, True, True):
         for number in range(backwards):
             ours.backward(number)
-        with refused(ours.optimizer, match="cannot be accumulated"):
-            ours.backward(7)
-        assert has_no_gradients(ours)
-    for _ in range(2):  # training goes on as if it had not been
-        theirs.optimizer.zero_grad()
-        for number in range(backwards):
             theirs.backward(number)
+        if too_many:
+            with refused(ours.optimizer):
+                ours.backward(7)
+        assert has_no_gradients(ours)
+        getattr(ours.optimizer, call)()
         theirs.optimizer.step()
+        theirs.optimizer.zero_grad()
     assert ours.same_as(theirs)
-
-
-@pytest.mark.parametrize("call", ["step", "zero_grad"])
-def test_it_is_refused_also_where_the_loop_calls_only_one_of_the_two(call: str):
-    training = pair()[0]
-    training.optimizer.step_in_backward()
-    for number in range(2):
-        training.backward(number)
-        getattr(training.optimizer, call)()
-    training.backward(2)
-    with refused(training.optimizer, match="cannot be accumulated"):
-        training.backward(3)
-    getattr(training.optimizer, call)()
-    training.backward(3)

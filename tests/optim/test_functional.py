@@ -1,11 +1,16 @@
-"""Functional optimizers: constructors, state, checkpoints; and torch's functional classes."""
+"""Functional optimizers: constructors, state, checkpoints, threads; torch's functional classes."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import pickle
+import sys
+import threading
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,15 +21,20 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optim import FUNCTIONAL
 from sparsestep.optim.functional import FunctionalOptimizer
-from tests.table import same_bits, state_tensors
+from tests.faults.injectors import Lines
+from tests.subject import refused
+from tests.table import each_engine, running_on, same_bits, state_tensors, steps_of
 
 SHAPES = [(7, 5), (4,), (3, 2, 2)]
-STATEFUL = [
-    (sparsestep.FunctionalSGD, {"momentum": 0.9}),
-    (sparsestep.FunctionalAdam, {}),
-    (sparsestep.FunctionalRowwiseAdagrad, {}),
-]
-each_stateful = pytest.mark.parametrize(("cls", "options"), STATEFUL, ids=str)
+each_stateful = pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (sparsestep.FunctionalSGD, {"momentum": 0.9}),
+        (sparsestep.FunctionalAdam, {}),
+        (sparsestep.FunctionalRowwiseAdagrad, {}),
+    ],
+    ids=str,
+)
 
 
 def start() -> list[Tensor]:
@@ -122,22 +132,19 @@ def test_a_param_is_found_after_the_group_has_changed():
 
 
 def test_params_that_cannot_be_added():
-    param = torch.ones(3, 2)
-    opt = sparsestep.FunctionalAdam([param])
-    with pytest.raises(InputError, match="requires dense parameter tensors"):
+    opt = sparsestep.FunctionalAdam([torch.ones(3, 2)])
+    with refused(opt):
         opt.step_param(torch.eye(3).to_sparse_coo(), torch.ones(3, 3))
-    with pytest.raises(InputError, match="shape"):
-        opt.step_param(torch.ones(3, 2), torch.ones(4, 2).to_sparse(1))
-    masked = sparsestep.FunctionalAdam([param], mask=torch.tensor([True, False, True]))
-    with pytest.raises(InputError, match="mask"):
+    masked = sparsestep.FunctionalAdam([torch.ones(3, 2)], mask=torch.arange(3) < 2)
+    with refused(masked):
         masked.step_param(torch.ones(3, 2), torch.ones(3, 2))
     masked.step([torch.ones(3, 2)])
-    assert len(opt.param_group["params"]) == len(masked.param_group["params"]) == 1
 
 
 @each_stateful
-def test_checkpoints_go_back_and_forth(cls: Any, options: dict[str, Any]):
-    kinds = [cls, cls.optimizer_class]
+def test_checkpoints_and_pickles_go_on(cls: Any, options: dict[str, Any]):
+    """Also from one kind of optimizer to the other."""
+    kinds, options = [cls, cls.optimizer_class], {**options, "engine": "reference"}
     for first, second in ((cls, cls), kinds, kinds[::-1]):
         steps = batches()
         opt = first([torch.nn.Parameter(param) for param in start()], **options)
@@ -145,16 +152,32 @@ def test_checkpoints_go_back_and_forth(cls: Any, options: dict[str, Any]):
         copies = [torch.nn.Parameter(param.clone()) for param in everything(opt)[: len(SHAPES)]]
         other = second(copies, **options)
         other.load_state_dict(copy.deepcopy(opt.state_dict()))
-        train(opt, steps[3:])
-        train(other, steps[3:])
+        again = pickle.loads(pickle.dumps(opt))
+        for each in (opt, other, again):
+            train(each, steps[3:])
         assert_same(everything(opt), everything(other))
+        assert_same(everything(opt), everything(again))
         assert opt.state_dict()["param_groups"] == other.state_dict()["param_groups"]
-    opt = cls(start(), engine="reference", **options)
-    again = pickle.loads(pickle.dumps(opt))
-    assert again.optimizer.engine == "reference"
-    for each in (opt, again):
-        train(each, batches())
-    assert_same(everything(opt), everything(again))
+        assert getattr(again, "optimizer", again).engine == "reference"
+
+
+@pytest.mark.parametrize("step", [3, torch.tensor(3.0)])
+@pytest.mark.parametrize("is_coo", [True, False])
+def test_a_repeated_call_has_the_bits_of_the_first(step: int | Tensor, is_coo: bool):
+    """The core runs it by itself; tests/properties/test_refusals.py has its checks."""
+    rows, values = torch.tensor([2, 0, 2]), torch.tensor([[1.0, -2.0], [0.5, 3.0], [0.1, 0.2]])
+    grad: Any = sparsestep.IndexedGrad(rows, values)
+    if is_coo:
+        grad = torch.sparse_coo_tensor(rows[None], values, (3, 2))
+    results = []
+    for _ in range(3):
+        tensors = [torch.ones(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)]
+        versions = [tensor._version for tensor in tensors]
+        sparsestep.functional.adam_(tensors[0], grad, *tensors[1:], step=step, lr=0.25)
+        assert all(t._version > v for t, v in zip(tensors, versions, strict=True))
+        results.append(tensors)
+    for repeated in results[1:]:
+        assert all(map(same_bits, repeated, results[0]))
 
 
 # Constructors
@@ -184,37 +207,17 @@ def test_arguments_by_position():
     by_position.step([])
 
 
-# Torch's functional classes
-
-
-TORCH = ["Adam", "AdamW", "Adagrad", "SGD", "RMSprop"]
-
-
-@pytest.fixture(scope="module")
-def of_torch() -> dict[str, Any]:
-    """Torch's functional classes; importing them warns of TorchScript."""
-    with warnings.catch_warnings():
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD", "RMSprop"])
+def test_torchs_functional_classes(name: str):
+    """Their positions, defaults, and bits of dense gradients."""
+    with warnings.catch_warnings(record=True):  # of TorchScript
         warnings.simplefilter("ignore")
-        from torch.distributed.optim import (
-            functional_adagrad,
-            functional_adam,
-            functional_adamw,
-            functional_rmsprop,
-            functional_sgd,
-        )
-    return {
-        "Adam": functional_adam._FunctionalAdam,
-        "AdamW": functional_adamw._FunctionalAdamW,
-        "Adagrad": functional_adagrad._FunctionalAdagrad,
-        "SGD": functional_sgd._FunctionalSGD,
-        "RMSprop": functional_rmsprop._FunctionalRMSprop,
-    }
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_positions_and_defaults_are_torchs(name: str, of_torch: dict[str, Any]):
+        module = __import__(f"torch.distributed.optim.functional_{name.lower()}", fromlist=[name])
+        torchs = getattr(module, f"_Functional{name}")
+        params = start()
+        peer = torchs(params, 0.01)
     cls = getattr(sparsestep, f"Functional{name}")
-    signature = inspect.signature(of_torch[name].__init__).parameters
+    signature = inspect.signature(torchs.__init__).parameters
     names = [n for n in signature if n not in ("self", "params")]
     assert [*cls.positional, "_allow_empty_param_list"] == names
     ours = cls([torch.zeros(1)])
@@ -228,14 +231,7 @@ def test_positions_and_defaults_are_torchs(name: str, of_torch: dict[str, Any]):
             assert (ours.defaults[option], theirs) == (1e-3, 1e-2)
         else:
             assert ours.defaults[option] == theirs
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_dense_gradients_have_torchs_bits(name: str, of_torch: dict[str, Any]):
-    params = start()
-    with warnings.catch_warnings(record=True):
-        peer = of_torch[name](params, 0.01)
-    opt = getattr(sparsestep, f"Functional{name}")(start(), 0.01, foreach=False)
+    opt = cls(start(), 0.01, foreach=False)
     # Some of torch's functional classes take gradients for those of other params if one is None.
     for grads in batches(sparse=False):
         if all(grad is not None for grad in grads):
@@ -245,92 +241,179 @@ def test_dense_gradients_have_torchs_bits(name: str, of_torch: dict[str, Any]):
     assert not same_bits(params[0], start()[0])
 
 
-# Repeated calls, which the core runs by itself
+# Several threads at once
 
 
-def _released(tensor: Tensor) -> Tensor:
-    tensor.untyped_storage().resize_(4)
-    return tensor
+SHAPE = (16, 4)
+JOIN = 120.0  # seconds after which a thread counts as stuck
 
 
-def _inference_tensor(tensor: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return tensor.clone()
+class Threads:
+    """Threads that start together; what they raise is kept."""
+
+    def __init__(self, *works: Callable[[], None]) -> None:
+        self.raised: list[Exception] = []
+        self._together = threading.Barrier(len(works))
+        self._threads = [threading.Thread(target=self._run, args=[w], daemon=True) for w in works]
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            self._together.wait(JOIN)
+            work()
+        except Exception as error:
+            self.raised.append(error)
+
+    def run(self) -> Threads:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(interval / 100)  # Python changes threads that much more often
+        try:
+            for thread in self._threads:
+                thread.start()
+            for thread in self._threads:
+                thread.join(JOIN)
+        finally:
+            sys.setswitchinterval(interval)
+        assert not any(thread.is_alive() for thread in self._threads)
+        return self
 
 
-ROWS = torch.tensor([2, 0, 2])
+def ones_in(rows: list[int]) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([rows]), torch.ones(len(rows), 4), SHAPE)
 
 
-CHANGES: list[dict[str, Any]] = [
-    {"param": None},
-    {"param": torch.zeros(3)},
-    {"param": torch.zeros(2, 3, dtype=torch.int64)},
-    {"param": _released(torch.zeros(3, 2))},
-    {"param": _inference_tensor(torch.zeros(3, 2))},
-    {"param": torch.complex(torch.ones(3, 2), torch.ones(3, 2)).conj().imag},
-    {"param": torch.zeros(2).expand(3, 2)},
-    {"exp_avg": torch.zeros(3)},
-    {"exp_avg": torch.zeros(3, 2, dtype=torch.int32)},
-    {"exp_avg": _released(torch.zeros(3, 2))},
-    {"exp_avg": _inference_tensor(torch.zeros(3, 2))},
-    {"exp_avg": None},
-    {"grad": sparsestep.IndexedGrad(torch.tensor([0, 3, 0]), torch.ones(3, 2))},
-    {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(2, 2))},
-    {"grad": sparsestep.IndexedGrad(ROWS.float(), torch.ones(3, 2))},
-    {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2, dtype=torch.int64))},
-    {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2), 3)},
-    {"grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2), 2, 2)},
-    {"grad": torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (4, 2))},
-    {"grad": None},
-    {"step": None},
-    {"step": 0},
-    {"step": torch.tensor(1.5)},
-    {"step": 1 << 63},
-    {"lr": -1.0},
-    {"betas": [0.9, 1.0]},
-    {"maximize": "yes"},
-    {"decoupled_weight_decay": 0},
-    {"engine": "fast"},
-]
+def repeat(count: int, call: Callable[[], object]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(count):
+            call()
+
+    return run
 
 
-def test_a_repeated_call_makes_all_checks():
-    positional = ("param", "grad", "exp_avg", "exp_avg_sq")
-
-    def call(given: dict[str, Any]) -> None:
-        rest = {key: value for key, value in given.items() if key not in positional}
-        sparsestep.functional.adam_(*(given[key] for key in positional), **rest)
-
-    given = {
-        "param": torch.zeros(3, 2),
-        "grad": sparsestep.IndexedGrad(ROWS, torch.ones(3, 2)),
-        "exp_avg": torch.zeros(3, 2),
-        "exp_avg_sq": torch.zeros(3, 2),
-        "step": 1,
-        "decoupled_weight_decay": False,
-    }
-    for change in CHANGES:
-        for _ in range(2):
-            call(given)
-        before = copy.deepcopy({key: given[key] for key in positional if key != "grad"})
-        with pytest.raises(InputError):
-            call({**given, **change})
-        assert all(same_bits(given[key], value) for key, value in before.items()), change
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+@each_engine
+def test_no_update_of_one_param_is_lost(dense: bool, engine: str):
+    """Whole numbers and a learning rate that is a power of two: any order has the same sum."""
+    param, expected = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    counts = 1000 if engine != "reference" or dense else 200
+    works = []
+    with running_on(engine) as name:
+        opt = sparsestep.FunctionalSGD([param], 0.25, engine=name)
+        for number in range(8):
+            grad = ones_in([number, number, 15]) * float(number + 1)
+            grad = grad.to_dense() if dense else grad
+            expected -= 0.25 * counts * grad.to_dense()
+            works.append(repeat(counts, partial(opt.step_param, param, grad)))
+        assert not Threads(*works).run().raised
+    assert torch.equal(param, expected)
 
 
-@pytest.mark.parametrize("step", [3, torch.tensor(3.0)])
-@pytest.mark.parametrize("is_coo", [True, False])
-def test_a_repeated_call_has_the_bits_of_the_first(step: int | Tensor, is_coo: bool):
-    values = torch.tensor([[1.0, -2.0], [0.5, 3.0], [0.1, 0.2]])
-    grad: Any = sparsestep.IndexedGrad(ROWS, values)
-    if is_coo:
-        grad = torch.sparse_coo_tensor(ROWS[None], values, (3, 2))
-    results = []
-    for _ in range(3):
-        tensors = [torch.ones(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)]
-        versions = [tensor._version for tensor in tensors]
-        sparsestep.functional.adam_(tensors[0], grad, *tensors[1:], step=step, lr=0.25)
-        assert all(t._version > v for t, v in zip(tensors, versions, strict=True))
-        results.append(tensors)
-    for repeated in results[1:]:
-        assert all(map(same_bits, repeated, results[0]))
+def test_new_params_in_different_threads():
+    """They are added side by side, in any order, each by two threads and once."""
+    ours, theirs = ([torch.ones(SHAPE) for _ in range(8)] for _ in range(2))
+    opt = sparsestep.FunctionalAdam([], _allow_empty_param_list=True)
+    alone = sparsestep.FunctionalAdam(theirs)
+    grads = [ones_in([number, 3, number]) for number in range(8)]
+    pairs = list(zip(ours, grads, strict=True))
+    works = [repeat(25, partial(opt.step_param, *pair)) for pair in pairs * 2]
+    assert not Threads(*works).run().raised
+    repeat(50, partial(alone.step, grads))()
+    for mine, its in zip(ours, theirs, strict=True):
+        assert same_bits(mine, its)
+        assert steps_of(opt.optimizer, mine) == steps_of(alone.optimizer, its)
+    assert sorted(map(id, opt.param_group["params"])) == sorted(map(id, ours))
+
+
+def test_step_and_step_param_at_once():
+    """Each takes the locks that it needs, in one order: no deadlock."""
+    params = [torch.zeros(SHAPE) for _ in range(4)]
+    opt = sparsestep.FunctionalAdam(params, 1e-3)
+    grad = ones_in([1, 7])
+
+    def steps(*chosen: int) -> Callable[[], None]:
+        grads = [grad if number in chosen else None for number in range(4)]
+        return repeat(100, partial(opt.step, grads))
+
+    single = [repeat(200, partial(opt.step_param, params[number], grad)) for number in (0, 3)]
+    works = [steps(0, 1, 2, 3), steps(3, 1), steps(2, 0), *single, repeat(50, opt.state_dict)]
+    assert not Threads(*works).run().raised
+    assert [steps_of(opt.optimizer, param) for param in params] == [400, 200, 200, 400]
+
+
+def test_checkpoints_while_params_are_taken_on():
+    params = [torch.zeros(4, 2) for _ in range(64)]
+    opt = sparsestep.FunctionalAdam(params[:1])
+    opt.step_param(params[0], torch.ones(4, 2))
+    done = threading.Event()
+
+    def training() -> None:
+        try:
+            for param in params:
+                opt.step_param(param, torch.ones(4, 2))
+        finally:
+            done.set()
+
+    def saving() -> None:
+        while not done.is_set():
+            saved = opt.state_dict()
+            assert set(saved["state"]) <= set(saved["param_groups"][0]["params"])
+            assert all("exp_avg_sq" in state for state in saved["state"].values())
+
+    def loading() -> None:
+        while not done.is_set():
+            try:
+                opt.load_state_dict(opt.state_dict())
+            except ValueError as error:  # one more was added in between
+                if "doesn't match the size" not in str(error):
+                    raise
+
+    assert not Threads(training, saving, loading).run().raised
+    assert len(opt.param_group["params"]) == 64
+
+
+def test_an_exception_in_one_thread_leaves_the_others_working():
+    param, other = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    opt = sparsestep.FunctionalSGD([param, other], 0.5)
+    good, bad = ones_in([3]), ones_in([16])
+    raised = []
+
+    def right() -> None:
+        for _ in range(200):
+            opt.step_param(param, good)
+            opt.step([good, good])
+
+    def wrong() -> None:
+        for _ in range(200):
+            for call in (
+                lambda: opt.step_param(param, bad),
+                lambda: opt.step([good, bad]),
+                lambda: opt.step_param(torch.zeros(SHAPE), bad),
+            ):
+                with pytest.raises(InputError):
+                    call()
+                raised.append(call)
+
+    assert not Threads(right, wrong, right, right).run().raised
+    assert len(raised) == 600
+    assert param[3].tolist() == [-0.5 * 1200] * 4
+    assert other[3].tolist() == [-0.5 * 600] * 4
+    assert float(param.abs().sum()) == 2400.0
+    assert len(opt.param_group["params"]) == 2
+
+
+def test_an_interrupt_leaves_no_lock_held():
+    """Ctrl-C at each line of a step, after which another thread takes one."""
+    params = [torch.zeros(2), torch.zeros(3)]
+    grads = [torch.ones(2), torch.ones(3)]
+    opt = sparsestep.FunctionalSGD(params, 0.25)
+    opt.step(grads)
+
+    def is_free(lock: threading.RLock) -> bool:
+        return lock.acquire(blocking=False) and lock.release() is None
+
+    lines = Lines()
+    for nth in range(lines.count(lambda: opt.step(grads))):
+        with contextlib.suppress(KeyboardInterrupt):
+            lines.inject(lambda: opt.step(grads), nth)
+        free: list[bool] = []
+        Threads(lambda free=free: free.extend(map(is_free, opt._locks.values()))).run()  # type: ignore[misc]
+        assert free == [True, True], nth

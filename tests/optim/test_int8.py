@@ -1,4 +1,4 @@
-"""``state_dtype=torch.int8``: the same training from a quarter of the state."""
+"""``state_dtype=torch.int8``: codes and scales; the same training from a quarter of the state."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optim import OPTIMIZERS
+from sparsestep.rules import int8
+from sparsestep.rules.rule import Rule, StateSpec
 from tests.subject import refused
 from tests.table import (
     INSTRUCTION_SETS,
@@ -75,7 +79,7 @@ def test_both_engines_store_the_same_codes(variant: Variant):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("columns", [1, 3, 64, 513, 1500])
+@pytest.mark.parametrize("columns", [1, 64, 513, 1500])
 def test_bits_depend_on_neither_threads_nor_instruction_sets(columns: int):
     rows = torch.randint(0, 40, (700,), generator=torch.Generator().manual_seed(0)).tolist()
     results = []
@@ -173,23 +177,19 @@ def test_resuming_is_as_if_nothing_had_happened():
 
 def test_refusals():
     param = torch.zeros(2, 2, requires_grad=True)
-    options: dict[str, Any] = {"lr": 0.1, "state_dtype": torch.int8}
-    for cls, more, words in (
-        (sparsestep.Ftrl, {}, "tolerates 8 bits"),
-        (sparsestep.RMSprop, {"centered": True}, "tolerates 8 bits"),
-        (sparsestep.Adam, {"semantics": "dense"}, "int8"),
-        (sparsestep.Adam, {"state_dtype": torch.int16}, "state_dtype"),
+    for cls, more in (
+        (sparsestep.Ftrl, {}),
+        (sparsestep.RMSprop, {"centered": True}),
+        (sparsestep.Adam, {"semantics": "dense"}),
+        (sparsestep.Adam, {"state_dtype": torch.int16}),
     ):
-        with pytest.raises(InputError, match=words):
-            cls([param], **{**options, **more})
+        with pytest.raises(InputError):
+            cls([param], **{"state_dtype": torch.int8, **more})
     for cls in set(OPTIMIZERS) - {sparsestep.Ftrl}:
-        cls([param], **options)
-
-
-def test_a_change_of_the_dtype_in_mid_training_is_refused():
-    _, opt = trained(ADAM)
+        cls([param], state_dtype=torch.int8)
+    _, opt = trained(ADAM)  # with float32 state
     opt.param_groups[0]["state_dtype"] = torch.int8
-    with refused(opt, match="int8"):
+    with refused(opt):
         opt.step()
 
 
@@ -208,3 +208,100 @@ def test_a_parameter_without_rows_keeps_float32_state():
     assert again.state[layer.bias].keys() == dtypes.keys()
     again.load_state_dict(opt.state_dict())
     assert all(map(same_bits, state_tensors(again), state_tensors(opt)))
+
+
+# Codes and scales: what is stored for values, and what comes back
+
+
+SIGNED, UNSIGNED = (
+    int8.with_int8_state(Rule("one", lambda: None, (StateSpec("value", int8_format=code),))).state
+    for code in ("signed", "unsigned")
+)
+each_code = pytest.mark.parametrize("state", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
+
+rows = st.integers(1, 5).flatmap(
+    lambda n: st.lists(
+        st.lists(st.floats(-1e6, 1e6, width=32), min_size=n, max_size=n), min_size=1, max_size=4
+    )
+)
+
+
+HALF = 1 << int8.DROPPED_BITS - 1
+
+
+def stored(state, values, chance=HALF):
+    codes, scale = int8.encode(state, [values])
+    return int8.round_codes(state[0], codes, chance), scale
+
+
+@each_code
+@given(rows)
+@settings(max_examples=100)
+def test_what_comes_back_is_within_one_code(state, rows):
+    values = torch.tensor(rows)
+    if state is UNSIGNED:
+        values = values.abs()
+    codes, scale = stored(state, values)
+    (back,) = int8.decode(state, [codes.float(), scale])
+    # A code is an eighth of what it stands for and 2; half of that is lost at most.
+    most = (values.abs() + 2 * scale) / 16
+    if state is UNSIGNED:
+        most = most.clamp(min=scale / 4)  # what is above zero has at least the code 1
+        assert ((back > 0) == (values > 0)).all()
+    assert ((back - values).abs() <= most * 1.0001).all()
+    assert (back.sign() * values.sign() >= 0).all()
+
+
+@each_code
+@given(rows, st.integers(0, (1 << int8.DROPPED_BITS) - 1))
+@settings(max_examples=100)
+def test_what_has_not_moved_keeps_its_code(state, rows, chance):
+    values = torch.tensor(rows)
+    codes, scale = stored(state, values.abs() if state is UNSIGNED else values)
+    (back,) = int8.decode(state, [codes.float(), scale])
+    again, same = stored(state, back, chance)
+    # Where the largest value was rounded up, it may want the next scale.
+    kept = (scale == same).expand_as(again)
+    assert torch.equal(again[kept], codes[kept])
+    (twice,) = int8.decode(state, [again.float(), same])
+    assert torch.equal(twice[kept], back[kept])
+
+
+@each_code
+def test_rounding_at_random_is_right_on_average(state):
+    values = torch.tensor([[1.0, 0.3, 0.0123, 0.0004]])
+    chances = (torch.arange(4096) << int8.DROPPED_BITS - 12)[:, None]
+    codes, scale = int8.encode(state, [values.expand(4096, 4)])
+    rounded = int8.round_codes(state[0], codes, chances)
+    (back,) = int8.decode(state, [rounded.float(), scale])
+    torch.testing.assert_close(back.mean(0), values[0], atol=0, rtol=3e-3)
+
+
+def test_the_last_code_is_never_passed():
+    exact = 2.0 ** torch.arange(-20, 20)
+    values = torch.cat([exact * k for k in (1, 1.5, 1.7499, 1.75, 1.9, 1.9999)])[:, None]
+    for state, last in ((SIGNED, 127), (UNSIGNED, 255)):
+        codes, _ = stored(state, values, (1 << int8.DROPPED_BITS) - 1)
+        found = codes.int() & 0xFF
+        assert found.max() <= last
+        assert found.min() >= last - 9  # and little more than an octave is left unused
+
+
+@each_code
+def test_nan_and_inf_poison_the_row_and_no_other(state):
+    values = torch.tensor([[1.0, 0.25, 2.0], [1.0, torch.nan, 2.0], [torch.inf, 0.0, 2.0]])
+    codes, scale = stored(state, values)
+    (back,) = int8.decode(state, [codes.float(), scale])
+    assert back[0].isfinite().all()
+    assert back[1:].isnan().all()
+
+
+@each_code
+def test_rows_of_zeros_and_of_almost_nothing_are_zero(state):
+    codes, scale = stored(state, torch.tensor([[0.0, 0.0], [1e-42, 0.0]]))
+    (back,) = int8.decode(state, [codes.float(), scale])
+    assert torch.equal(back[0], torch.zeros(2))
+    assert back.isfinite().all()
+    assert (back[1] >= 0).all()
+    (zeros,) = int8.decode(state, [torch.zeros(2, 3), torch.zeros(2, 1)])
+    assert state is SIGNED or not zeros.any()  # of a page that was never written

@@ -122,6 +122,8 @@ def test_a_param_given_twice_is_updated_twice():
                 opts[1].step()
         assert steps_of(opts[0], often) in (6, None)
         assert same_bits(often, apart), variant
+        if variant.cls is sparsestep.SGD:  # as torch's
+            assert opts[0].state_dict()["state"] == {}
 
 
 def test_two_threads_are_never_in_a_step_at_once():
@@ -164,25 +166,21 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_nothing_is_written_where_torchs_kernel_would_refuse(kind: str):
-    table, layer = nn.Parameter(torch.zeros(6, 2)), nn.Parameter(torch.zeros(3))
-    opt = sparsestep.Adam([table, layer])
-    table.grad, layer.grad = coo([1, 4], (6, 2)), torch.ones(3)
-    opt.step()
-    REFUSED[kind](opt, layer)
-    layer.grad = torch.ones(3)
-    with refused(opt, match=r"^Adam: "):
+def test_nothing_is_written_where_torchs_kernel_would_refuse():
+    for kind, spoil in REFUSED.items():
+        table, layer = nn.Parameter(torch.zeros(6, 2)), nn.Parameter(torch.zeros(3))
+        opt = sparsestep.Adam([table, layer])
+        table.grad, layer.grad = coo([1, 4], (6, 2)), torch.ones(3)
         opt.step()
-
-
-@pytest.mark.parametrize("position", [0, 1])
-def test_a_view_that_torch_does_not_write_stops_the_whole_step(position: int):
-    params = [torch.zeros(6, 2)]
-    params.insert(position, torch.zeros(3, dtype=torch.complex64).conj())
-    opt = sparsestep.FunctionalAdam(params)
-    with refused(opt, match="conjugate"):
-        opt.step([torch.ones_like(param) for param in params])
+        spoil(opt, layer)
+        layer.grad = torch.ones(3)
+        with refused(opt, note=kind):
+            opt.step()
+    view, whole = torch.zeros(3, dtype=torch.complex64).conj(), torch.zeros(6, 2)
+    for params in ([view, whole], [whole, view]):
+        by_hand = sparsestep.FunctionalAdam(params)
+        with refused(by_hand, note="a view that torch does not write"):
+            by_hand.step([torch.ones_like(param) for param in params])
 
 
 # Groups that are changed behind the optimizer's back
@@ -195,7 +193,7 @@ def test_a_parameter_that_is_appended_to_a_masked_group():
     first.grad = second.grad = torch.ones(6, 2)
     opt.step()
     opt.param_groups[0]["params"].append(second)
-    with refused(opt, match="mask"):
+    with refused(opt):
         opt.step()
     opt.param_groups[0]["mask"].append(~mask)
     opt.step()
@@ -204,7 +202,7 @@ def test_a_parameter_that_is_appended_to_a_masked_group():
     second.grad = None
     second.data = torch.zeros(8, 2)
     second.grad = torch.ones(8, 2)
-    with refused(opt, match=r"mask 1 .*\(8,\)"):
+    with refused(opt):
         opt.step()
 
 
@@ -243,20 +241,6 @@ def test_an_optimizer_is_freed_without_the_garbage_collector():
 
 
 # Unusual parameters and gradients; tests/properties/test_step.py draws strides
-
-
-@each_engine
-def test_views_of_one_table_are_updated_one_after_the_other(engine: str):
-    """Overlapping params: the second starts from what the first has written."""
-    together, apart = torch.ones(2, 600, 8).unbind()
-    with running_on(engine) as name:
-        for table in (together, apart):
-            views = [table[:400].requires_grad_(), table[200:].requires_grad_()]
-            for view in views:
-                view.grad = coo(list(range(0, 400, 2)), (400, 8))
-            for params in [views] if table is together else [[view] for view in views]:
-                sparsestep.Adagrad(params, lr=0.1, engine=name).step()
-    assert same_bits(together, apart)
 
 
 @each_engine

@@ -83,12 +83,11 @@ def test_rows_that_do_not_exist_are_refused():
         *(torch.tensor([True] * 5), torch.tensor([1.5]), [1]),
     ):
         for method in (opt.catch_up, opt.forget):
-            with refused(opt, match=r"^SGD: .*rows"):
+            with refused(opt, note=str(rows)):
                 method(param, rows)
-    others = torch.nn.Parameter(torch.ones(5, 1)), param.detach(), "weight"
-    for other in others:
+    for other in (torch.nn.Parameter(torch.ones(5, 1)), param.detach(), "weight"):
         for method in (opt.catch_up, opt.forget):
-            with refused(opt, match=r"^SGD: "):
+            with refused(opt):
                 method(other, torch.tensor([0]))
     opt.catch_up()
     assert param.flatten().tolist() == CURRENT
@@ -103,7 +102,7 @@ def test_a_parameter_that_was_replaced_is_refused(engine: str):
             param.grad = None
             param.data = torch.zeros(shape)
             for rows in (None, torch.tensor([1])):
-                with pytest.raises(InputError, match="5 rows"):
+                with pytest.raises(InputError):
                     opt.catch_up(param, rows)
         assert not param.any()
 
@@ -182,6 +181,9 @@ def test_before_the_first_step_there_is_nothing_to_forget(semantics: str):
     opt.step()
     opt.forget(param, torch.empty(0, dtype=torch.int32))
     assert opt.state[param]["exp_avg"][0].abs().sum() > 0
+    opt.state[param]["exp_avg_sq"] = torch.ones(2, 3)
+    with refused(opt, note="state that does not fit"):
+        opt.forget(param, torch.tensor([0]))
 
 
 def test_complex_parameters_and_single_numbers_have_rows_too():
@@ -194,10 +196,3 @@ def test_complex_parameters_and_single_numbers_have_rows_too():
     opt.forget(single, torch.tensor(0))
     assert opt.state[param]["sum"].tolist() == [1.25 + 0.25j, 1.25 + 0.25j, 0.25 + 0.25j]
     assert float(opt.state[single]["sum"]) == 0.25
-
-
-def test_state_that_does_not_fit_is_refused():
-    param, opt = trained(Variant(sparsestep.Adam, {}), [[0]])
-    opt.state[param]["exp_avg_sq"] = torch.ones(2, 3)
-    with refused(opt, match="'exp_avg_sq'"):
-        opt.forget(param, torch.tensor([0]))

@@ -16,7 +16,7 @@ import sparsestep
 from sparsestep import InputError
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.generate.cases import each_case
-from tests.generate.garbage import Handed, Unusable, any_garbage, bad_state, broken, fake
+from tests.generate.garbage import Handed, any_garbage, bad_state, broken
 from tests.generate.grads import any_grad
 from tests.generate.params import any_param
 from tests.generate.source import DrawnSource
@@ -123,39 +123,62 @@ def test_broken_gradients(variant: Variant, engine: str, entry: str):
         give(coo([1, 3]))
 
 
+def released(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(4)
+    return tensor
+
+
+def inference_tensor(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+def bad_tensors(good: Tensor) -> dict[str, Any]:
+    """What a function may not write."""
+    return {
+        **bad_state(good),
+        "None": None,
+        "without memory": released(good.clone()),
+        "inference tensor": inference_tensor(good),
+        "negative view": torch._neg_view(good.clone()),
+    }
+
+
 @pytest.mark.parametrize("cls", FUNCTIONS, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("engine", ["reference", "native"])
 def test_functions(cls: type[RuleOptimizer], engine: str):
-    """Bad gradients, state and options: refused by a message that begins with the function."""
+    """The message begins with the function. A call like two before is run by the core itself."""
     function = FUNCTIONS[cls]
     takes = inspect.signature(function).parameters
     variant = Variant(cls, {"momentum": 0.9} if cls is sparsestep.SGD else {})
     options = {**variant.options, "engine": engine, "step": 1}
     options = {name: value for name, value in options.items() if name in takes}
-    param = randn(SHAPE)
-    state = fresh_state(variant, param)
-    before = {name: tensor.clone() for name, tensor in state.items()}
+    tensors = {"param": randn(SHAPE), **fresh_state(variant, randn(SHAPE))}
+    given = {**tensors, "grad": coo([1]), **options}
 
-    def assert_refused(grad: Any, note: str, **wrong: Any) -> None:
+    def assert_refused(note: str, **wrong: Any) -> None:
+        if engine == "native":
+            function(**given)
+            function(**given)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
         with pytest.raises(InputError) as raised:
-            function(param, grad, **{**state, **options, **wrong})
+            function(**{**given, **wrong})
         text = str(raised.value)
         assert text.startswith(f"{function.__name__}: "), (note, text)
         assert "\n" not in text, note
-        assert same_bits(param, randn(SHAPE)), note
-        assert all(same_bits(state[name], old) for name, old in before.items()), note
+        assert all(same_bits(tensors[name], old) for name, old in before.items()), note
 
     for kind, grad in all_broken().items():
-        assert_refused(grad, kind)
+        assert_refused(kind, grad=grad)
     mask = torch.tensor([True, False, True, True])
-    assert_refused(coo([1, 4]), "index under a mask", mask=mask)
-    assert_refused(None, "no gradient")
-    name = list(state)[-1]
-    for kind, bad in bad_state(state[name]).items():
-        assert_refused(coo([1]), kind, **{name: bad})
+    assert_refused("index under a mask", grad=coo([1, 4]), mask=mask)
+    assert_refused("no gradient", grad=None)
+    for name in (list(tensors)[-1], "param"):
+        for kind, bad in bad_tensors(tensors[name]).items():
+            assert_refused(f"{name}: {kind}", **{name: bad})
     for kind, wrong in BAD_OPTIONS.items():
         if wrong.keys() <= takes.keys():
-            assert_refused(coo([1]), kind, **wrong)
+            assert_refused(kind, **wrong)
 
 
 def fresh_state(variant: Variant, param: Tensor) -> dict[str, Tensor]:
@@ -175,8 +198,6 @@ BAD_OPTIONS: dict[str, dict[str, Any]] = {
     "step nan": {"step": torch.tensor(float("nan"))},
     "step 2**63": {"step": 1 << 63},
     "two steps": {"step": torch.tensor([1, 2])},
-    "engine": {"engine": "quantum"},
-    "two lrs": {"lr": torch.tensor([0.1, 0.2])},
     "mask of numbers": {"mask": ROWS.float()},
     "mask of another length": {"mask": ROWS[1:]},
     "list of masks": {"mask": [ROWS]},
@@ -306,12 +327,8 @@ def test_any_garbage_is_refused_or_used(variant: Variant, case: tuple[Any, ...])
 
 
 def test_bad_input_is_both_a_value_error_and_a_runtime_error():
-    param = torch.nn.Parameter(torch.zeros(SHAPE))
-    opt = sparsestep.SGD([param])
-    param.grad = coo([7])
-    for kind in (ValueError, RuntimeError):
-        with refused(opt, error=kind):
-            opt.step()
+    assert issubclass(InputError, ValueError)
+    assert issubclass(InputError, RuntimeError)
 
 
 def test_a_closure_that_raises():
@@ -350,14 +367,3 @@ def test_every_dtype_is_used_or_refused():
                 else:
                     with refused(opt, note=str(dtype)):
                         opt.step([grad])
-
-
-def test_a_parameter_that_cannot_be_written():
-    for param in (
-        "x",
-        fake(torch.ones(SHAPE)),
-        Unusable(torch.ones(SHAPE)),
-        torch._efficientzerotensor(SHAPE),
-    ):
-        with pytest.raises(InputError):
-            sparsestep.functional.sgd_(param, torch.ones(SHAPE))

@@ -84,15 +84,7 @@ def test_every_keyword_is_written_out(optimizer: type[RuleOptimizer]):
 # Keys of a param group
 
 
-MISSPELT = {
-    "masks": "mask",
-    "bias_corection": "bias_correction",
-    "weight-decay": "weight_decay",
-    "esp": "eps",
-    "LR": "lr",
-    "semantic": "semantics",
-}
-
+MISSPELT = ["masks", "bias_corection", "weight-decay", "esp", "LR", "semantic"]
 # Of torch's schedulers, of well-known libraries, and others.
 NOTES = [
     *("initial_lr", "max_lr", "min_lr", "base_lr", "swa_lr", "max_momentum", "base_momentum"),
@@ -102,17 +94,12 @@ NOTES = [
 
 @each_optimizer
 def test_keys_of_a_group(optimizer: type[RuleOptimizer]):
-    """Misspelt options are refused with the right name; notes are kept."""
-    opt = optimizer([table()])
-    for key, name in MISSPELT.items():
-        group = {"params": [table()], key: None}
-        with pytest.raises(InputError, match=f"param group 0: .*'{key}'; did you mean '{name}'"):
-            optimizer([group])
-        with pytest.raises(InputError, match=f"param group 1: .*'{key}'; did you mean '{name}'"):
-            opt.add_param_group(group)
-    for key, value in OPTIMIZER_OPTIONS.items():
-        with pytest.raises(InputError, match=f"{key} is an option of the whole optimizer"):
-            optimizer([{"params": [table()], key: value}])
+    """Misspelt options are refused, as are those of the whole optimizer; notes are kept."""
+    opt, who = optimizer([table()]), optimizer.__name__
+    for key in (*MISSPELT, *OPTIMIZER_OPTIONS):
+        group = {"params": [table()], key: OPTIMIZER_OPTIONS.get(key)}
+        assert_refused(partial(optimizer, [group]), f"{who}: param group 0", key)
+        assert_refused(partial(opt.add_param_group, group), f"{who}: param group 1", key)
     assert len(opt.param_groups) == 1
     own: dict[Any, Any] = {**dict.fromkeys(NOTES, "mine"), 7: "not even a string"}
     opt = optimizer([{"params": [table()], **own}])
@@ -130,8 +117,8 @@ def test_values_that_ask_for_nothing_are_accepted(optimizer: type[RuleOptimizer]
             assert same_bits(train(optimizer([{"params": [param], name: value}]), param), plain)
         asking = {"bias_correction": "per_row", "decoupled_weight_decay": True not in nothing}
         for value in (asking.get(name, 0.5), torch.tensor(0.0), [0]):
-            with pytest.raises(InputError, match=f"Got {name}"):
-                optimizer([{"params": [table()], name: value}])
+            group = {"params": [table()], name: value}
+            assert_refused(partial(optimizer, [group]), optimizer.__name__, name)
 
 
 # Re-creation from defaults
@@ -325,14 +312,10 @@ def test_a_value_or_key_set_later_is_refused_by_the_next_step(
         assert unchanged(opt, before), (name, value)
         group.clear()
         group.update(kept)
-    for key, name in (("weight_deacy", "weight_decay"), ("bettas", "betas"), ("masks", "mask")):
-        group[key] = 0.1
-        assert_refused(take_step, who, f"unknown key '{key}'; did you mean '{name}'")
-        del group[key]
     known = {*opt.option_names, *opt.group_options}
-    for name in {"momentum", "weight_decay", "l1", "amsgrad"} - known:
+    for name in {"weight_deacy", "masks", "momentum", "weight_decay", "l1", "amsgrad"} - known:
         group[name] = 0.5
-        assert_refused(take_step, who, f"Got {name}")
+        assert_refused(take_step, who, name)
         del group[name]
     assert unchanged(opt, before)
     group["layer"] = "a key of one's own"
@@ -341,22 +324,20 @@ def test_a_value_or_key_set_later_is_refused_by_the_next_step(
 
 
 def test_values_changed_in_place_are_seen():
-    param, lr, betas = table(), torch.tensor(0.1), [0.9, 0.999]
+    param, other, lr, betas = table(), table(), torch.tensor(0.1), [0.9, 0.999]
     opt = sparsestep.SparseAdam([param], lr=lr, betas=betas)  # type: ignore[arg-type]
+    plain = sparsestep.SparseAdam([other], lr=0.1)
     by_step(opt, param, rows(1, 5))
+    by_step(plain, other, rows(1, 5))
     lr.fill_(NAN)
-    with refused(opt, match="lr"):
+    with refused(opt):
         opt.step()
-    lr.fill_(0.1)
+    lr.fill_(0.25)
     betas[1] = 1.0
-    with refused(opt, match="beta"):
+    with refused(opt):
         opt.step()
     betas[1] = 0.5
-    lr.fill_(0.25)
     opt.step()
-    other = table()
-    plain = sparsestep.SparseAdam([other], lr=0.1)
-    by_step(plain, other, rows(1, 5))
     plain.param_groups[0].update(lr=0.25, betas=(0.9, 0.5))
     plain.step()
     assert torch.allclose(param, other)
