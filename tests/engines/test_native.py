@@ -18,33 +18,17 @@ import sparsestep
 from sparsestep import _native
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.masks import PackedMask
-from tests.table import ENGINES, VARIANTS, same_bits
+from tests.table import VARIANTS, same_bits
 
 ROOT = Path(__file__).parents[2]
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-
-
-@pytest.mark.parametrize("name", ENGINES[1:])
-def test_the_environment_forces_an_instruction_set(name: str):
-    code = "from sparsestep import _native; print(_native.instruction_set())"
-    assert run_python(code, SPARSESTEP_ISA=name).stdout.strip() == name
 
 
 @pytest.mark.slow
 def test_an_unknown_instruction_set_is_refused():
     code = "from sparsestep import _native; _native.instruction_set()"
-    done = run_python(code, SPARSESTEP_ISA="mmx")
+    environment = {**os.environ, "SPARSESTEP_ISA": "mmx"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert "SPARSESTEP_ISA" in done.stderr
 
@@ -103,37 +87,6 @@ def test_kernels_share_no_code_between_instruction_sets(source: str, table: str,
     assert defined == [f"sparsestep::{table}_{isa}()"]
 
 
-FORK = """
-import os, torch
-from tests.engines.test_native import train
-
-def in_a_child():
-    child = os.fork()
-    if child == 0:
-        torch.set_num_threads(1)               # torch's own kernels would hang on two
-        torch.get_num_threads = lambda: 2      # ours must not
-        os._exit(0 if torch.equal(train(0), expected) else 1)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
-
-torch.set_num_threads(1)
-expected = train(0)
-torch.set_num_threads(2)
-torch.ones(100_000, 16).exp()  # torch's threads have been at work, ours not
-assert in_a_child() == 0
-assert torch.equal(train(0), expected)   # now ours, too
-assert in_a_child() == 0
-assert torch.equal(train(0), expected)   # and the parent goes on
-print("ok")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_it_survives_fork_after_threads_have_started():
-    done = run_python(FORK)
-    assert done.stdout == "ok\n", done.stderr
-
-
 def train(seed: int) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
     param = torch.nn.Parameter(torch.randn(5000, 32, generator=draw))
@@ -183,34 +136,6 @@ def test_a_bad_call_into_the_core_is_refused():
     for grad, param in ((whole, one.long()), (elsewhere, one)):
         assert not jobs.add(group, 1, grad, param, [one, one], None, None, None, "who", 0)
     assert jobs.prepare(1) is None  # nothing was added
-
-
-PURE = """
-import sys, warnings
-sys.modules["sparsestep._C"] = None   # what an installation without the core looks like
-import torch, sparsestep
-table = torch.nn.Embedding(10, 4, sparse=True)
-opt = sparsestep.SparseAdam(table.parameters(), lr=0.1)
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    for _ in range(3):
-        opt.zero_grad()
-        table(torch.tensor([1, 2, 1])).sum().backward()
-        opt.step()
-assert [w.category for w in said] == [sparsestep.SlowWarning], said
-assert "without its C++ core" in str(said[0].message)
-assert said[0].filename == "<string>", said[0].filename
-try:
-    sparsestep.SparseAdam(table.parameters(), engine="native")
-except ValueError as error:
-    assert "needs the C++ core" in str(error)
-    print("ok")
-"""
-
-
-def test_without_the_core_everything_works_and_says_once_that_it_is_slow():
-    done = run_python(PURE)
-    assert done.stdout == "ok\n", done.stderr
 
 
 def test_tables_above_two_billion_slots():

@@ -61,14 +61,16 @@ def search(options: argparse.Namespace) -> int:
     ]
     expected: dict[tuple[str, str], harness.Expected] = {}
 
-    def calibrated(pair: tuple[str, str]) -> Any:
+    def call(pair: tuple[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
         make, injector = everything[pair[0]], INJECTORS[pair[1]]
-        return harness.outcome_of(lambda: harness.calibrate(make, injector()))
+        return harness.outcome_of(lambda: function(make, injector(), *arguments))
+
+    def calibrated(pair: tuple[str, str]) -> Any:
+        return call(pair, harness.calibrate)
 
     def disturbed(case: tuple[tuple[str, str], int]) -> Any:
         pair, nth = case
-        make, injector = everything[pair[0]], INJECTORS[pair[1]]
-        return harness.outcome_of(lambda: harness.run_case(make, injector(), nth, expected[pair]))
+        return call(pair, harness.run_case, nth, expected[pair])
 
     def run(batches: Iterator[list[Any]], work: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
         for key, found in processes.run(batches, work, options.workers, harness.TIMEOUT):
@@ -77,15 +79,12 @@ def search(options: argparse.Namespace) -> int:
 
     def cases() -> Iterator[list[tuple[tuple[str, str], int]]]:
         chance = random.Random(options.seed)
-        for turn in itertools.count() if expected else ():
+        turns = 1 if options.nth is not None else options.sample
+        for turn in (range(turns) if turns else itertools.count()) if expected else ():
             for pair, known in expected.items():
                 if options.nth is not None:
-                    if turn:
-                        return
                     nth = options.nth
                 elif options.sample:
-                    if turn >= options.sample:
-                        return
                     nth = (2 * turn + 1) * known.events // (2 * options.sample)
                 else:
                     nth = chance.randrange(max(1, known.events))

@@ -14,7 +14,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,23 +87,20 @@ def calibrate(make: type[Operation], injector: Injector) -> Expected:
     if issubclass(make, ranks.RankOperation):
         return _calibrate_ranks(make, injector)
     if injector.kills:
-        before = _killed(make, None, run=False)
-        after = _killed(make, None, run=True)
-        with _folder() as folder:
-            world = make(Path(folder))
+        before = _killed(make, lambda run: None)
+        after = _killed(make, lambda run: run())
+        with _prepared(make) as world:
             return Expected([before], [after], injector.count(world.run), 0.0)
-    with _folder() as folder:
-        world = make(Path(folder))
+    with _prepared(make) as world:
         before = world.snapshot()
         began = time.perf_counter()
         world.run()
         seconds, after = time.perf_counter() - began, world.snapshot()
-    with _folder() as folder:
-        world = make(Path(folder))
+    with _prepared(make) as world:
         events = injector.count(world.run)
-        found = world.snapshot()
-    if found != after:
-        raise FindingError(f"two undisturbed runs differ: {difference(found, after)[:6]}")
+        paths = difference(world.snapshot(), after)
+    if paths:
+        raise FindingError(f"two undisturbed runs differ: {paths[:6]}")
     return Expected([before], [after], events, seconds)
 
 
@@ -114,10 +112,9 @@ def run_case(make: type[Operation], injector: Injector, nth: int, expected: Expe
         return _run_ranks(make, injector, nth, expected)
     (before,), (after,) = expected.before, expected.after
     if injector.kills:
-        killed = _killed(make, (injector, nth), run=True)
+        killed = _killed(make, lambda run: injector.inject(run, nth))
         return _judge(KeyboardInterrupt(), killed, before, after)
-    with _folder() as folder:
-        world = make(Path(folder))
+    with _prepared(make) as world:
         handlers, files = _handlers(), _open_files()
         error = _inject(injector, world.run, nth)
         found = world.snapshot()
@@ -131,9 +128,8 @@ def run_case(make: type[Operation], injector: Injector, nth: int, expected: Expe
             if _open_files() > files:
                 raise FindingError("open files were left")
             _run_again(world)
-            again = world.snapshot()
-            if again != after:
-                paths = difference(again, after)
+            paths = difference(world.snapshot(), after)
+            if paths:
                 raise FindingError(f"called again, it gives another result: {paths[:6]}")
         return outcome
 
@@ -214,17 +210,19 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True)
 
 
-def _killed(make: type[Operation], fault: tuple[Injector, int] | None, run: bool) -> Snapshot:
+@contextmanager
+def _prepared(make: type[Operation]) -> Iterator[Operation]:
+    with _folder() as folder:
+        yield make(Path(folder)).prepare()
+
+
+def _killed(make: type[Operation], call: Callable[[Callable[[], None]], None]) -> Snapshot:
     """Run an operation in another process, which may be killed; what the next process finds."""
     with _folder() as folder:
         pid = os.fork()
         if pid == 0:
             try:
-                world = make(Path(folder))
-                if run and fault is not None:
-                    fault[0].inject(world.run, fault[1])
-                elif run:
-                    world.run()
+                call(make(Path(folder)).prepare().run)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -232,9 +230,7 @@ def _killed(make: type[Operation], fault: tuple[Injector, int] | None, run: bool
         status = os.waitpid(pid, 0)[1]
         if status not in (0, signal.SIGKILL):
             raise FindingError(f"the process that was to be killed ended with status {status}")
-        world = make.__new__(make)
-        world.folder = Path(folder)
-        return world.reopen()
+        return make(Path(folder)).reopen()
 
 
 # Several processes
@@ -262,7 +258,7 @@ def _run_ranks(
     make: type[ranks.RankOperation], injector: Injector, nth: int, expected: Expected
 ) -> Outcome:
     def disturbed(world: ranks.RankOperation) -> Any:
-        error: BaseException | None = None
+        error: str | None = None
         try:
             if world.rank == make.faulty:
                 injector.inject(world.run, nth)
@@ -271,8 +267,8 @@ def _run_ranks(
         except AssertionError as lost:  # a signal
             raise FindingError(str(lost)) from lost
         except (Exception, *injector.raises) as raised:  # its own, the other rank's, a timeout
-            error = raised
-        return None if error is None else repr(error), world.snapshot()
+            error = repr(raised)
+        return error, world.snapshot()
 
     try:
         found = ranks.run(make, disturbed)

@@ -16,6 +16,7 @@ from typing import Any
 from tests.faults.allocations import Allocations
 
 SMALLEST_ALLOCATION = 256  # below that, most are the interpreter's own
+NEVER = 1 << 62
 
 
 class Injector:
@@ -31,9 +32,9 @@ class Injector:
 
     def count(self, run: Callable[[], None]) -> int:
         """Run the operation undisturbed; the number of its events."""
-        raise NotImplementedError
+        return self.inject(run, NEVER)
 
-    def inject(self, run: Callable[[], None], nth: int) -> None:
+    def inject(self, run: Callable[[], None], nth: int) -> int:
         """Run the operation with the fault at its n-th event, counted from 0."""
         raise NotImplementedError
 
@@ -54,28 +55,23 @@ class Lines(Injector):
     def __init__(self, folder: str = "") -> None:
         self._folder = folder
 
-    def count(self, run: Callable[[], None]) -> int:
-        return self._traced(run, None)
-
-    def inject(self, run: Callable[[], None], nth: int) -> None:
-        self._traced(run, nth)
-
     def fault(self) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    def _traced(self, run: Callable[[], None], nth: int | None) -> int:
+    def inject(self, run: Callable[[], None], nth: int) -> int:
         seen = 0
 
         def trace(frame: Any, event: str, _: Any) -> Any:
             nonlocal seen
             if event == "line":
-                if _is_interruptible(frame):
+                if _is_interruptible(frame.f_code, frame.f_lineno, frame.f_lasti):
                     seen += 1
                     if seen - 1 == nth:
                         sys.settrace(None)
                         self.fault()
-            elif event == "call" and not self._is_traced(frame.f_code.co_filename):
-                return None
+            elif event == "call":
+                file = frame.f_code.co_filename
+                return trace if file != __file__ and file.startswith(self._folder) else None
             return trace
 
         sys.settrace(trace)
@@ -85,25 +81,18 @@ class Lines(Injector):
             sys.settrace(None)
         return seen
 
-    def _is_traced(self, file: str) -> bool:
-        return file != __file__ and file.startswith(self._folder)
 
-
-def _is_interruptible(frame: Any) -> bool:
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+@functools.cache
+def _is_interruptible(code: Any, number: int, last: int) -> bool:
+    line = linecache.getline(code.co_filename, number).lstrip()
     if not line.startswith("try:"):
         return not line.startswith("with ")
-    entries = _exception_entries(frame.f_code)
+    entries = getattr(dis.Bytecode(code), "exception_entries", ())  # since Python 3.11
 
     def is_protected(offset: int) -> bool:
         return any(entry.start <= offset < entry.end for entry in entries)
 
-    return is_protected(frame.f_lasti) or not is_protected(frame.f_lasti - 2)
-
-
-@functools.cache
-def _exception_entries(code: Any) -> Any:
-    return getattr(dis.Bytecode(code), "exception_entries", ())  # since Python 3.11
+    return is_protected(last) or not is_protected(last - 2)
 
 
 class Kills(Lines):
@@ -127,20 +116,13 @@ class AllocationFailures(Injector):
     def __init__(self) -> None:
         self._allocations = Allocations()
 
-    def count(self, run: Callable[[], None]) -> int:
-        self._allocations.arm(1 << 62, SMALLEST_ALLOCATION)
+    def inject(self, run: Callable[[], None], nth: int) -> int:
+        self._allocations.arm(nth + 1, SMALLEST_ALLOCATION, persistent=self.persistent)
         try:
             run()
         finally:
             seen = self._allocations.disarm()
         return seen
-
-    def inject(self, run: Callable[[], None], nth: int) -> None:
-        self._allocations.arm(nth + 1, SMALLEST_ALLOCATION, persistent=self.persistent)
-        try:
-            run()
-        finally:
-            self._allocations.disarm()
 
 
 class MemoryEnds(AllocationFailures):
@@ -161,7 +143,7 @@ class Signals(Injector):
         self.seconds = time.perf_counter() - started
         return self.SLICES
 
-    def inject(self, run: Callable[[], None], nth: int) -> None:
+    def inject(self, run: Callable[[], None], nth: int) -> int:
         handled: list[int] = []
         is_running = False
 
@@ -195,6 +177,7 @@ class Signals(Injector):
                 signal.signal(signum, handler)
             if sorted(handled) != sorted(both):
                 raise AssertionError(f"signals {sorted(both)} were sent, {sorted(handled)} handled")
+        return 1
 
 
 INJECTORS: dict[str, Callable[[], Injector]] = {

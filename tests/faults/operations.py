@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep.engines import torch_fused
 from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.storage import checkpoint
 from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
 from tests.table import COUNTERPARTS
 
@@ -37,13 +39,20 @@ class Operation:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def prepare(self) -> Any:
         torch.manual_seed(0)
         self.setup()
+        self.precede()
         if self.pending is not None:
             self.backward(self.pending)
+        return self
 
     def setup(self) -> None:
         raise NotImplementedError
+
+    def precede(self) -> None:
+        """What an operation needs besides its base's setup."""
 
     def backward(self, step: int) -> None:
         """Make the gradients of a batch."""
@@ -58,7 +67,11 @@ class Operation:
 
     def values(self) -> dict[str, Any]:
         """Everything that the operation may change."""
-        return of_optimizer(self.optimizer)
+        return {**of_optimizer(self.optimizer), **self.more()}
+
+    def more(self) -> dict[str, Any]:
+        """What it may change besides the optimizer's tensors and options."""
+        return {}
 
     def snapshot(self) -> Snapshot:
         return snapshot(self.values())
@@ -69,7 +82,7 @@ class Operation:
 
 
 def of(base: type[Operation], make: Make | None = None, **attributes: Any) -> Any:
-    """An operation with other attributes."""
+    """An operation with other attributes and methods."""
     if make is not None:
         attributes["make"] = staticmethod(make)
     return type(base.__name__, (base,), attributes)
@@ -79,13 +92,21 @@ def ids_of(seed: int, count: int = 400, below: int = ROWS) -> Tensor:
     return torch.randint(below, (count,), generator=torch.Generator().manual_seed(seed))
 
 
+def adam(params: Any, **options: Any) -> RuleOptimizer:
+    return sparsestep.Adam(params, **{"lr": 0.1, **options})
+
+
+def deferred(params: Any, **options: Any) -> RuleOptimizer:
+    return sparsestep.AdamW(params, lr=0.1, semantics="dense", **options)
+
+
 # Steps
 
 
 class Step(Operation):
     """One step on two tables and two layers, after a first one."""
 
-    make: Make = staticmethod(lambda params: sparsestep.Adam(params, lr=0.1))
+    make: Make = staticmethod(adam)
     dtype = torch.float32
     layout = "coo"
     has_layers = False
@@ -129,29 +150,16 @@ def sorted_average(param: Tensor, grad: Tensor, average: Tensor, *, lr: float = 
 
 class FunctionalStep(Step):
     has_layers = True
+    calls_before = 1
 
-    def setup(self) -> None:
-        super().setup()
+    def precede(self) -> None:
         self.functional = sparsestep.FunctionalAdam(self.params)
-        self.functional.step([param.grad for param in self.params])
+        self.optimizer = self.functional.optimizer
+        for _ in range(self.calls_before):
+            self.run()
 
     def run(self) -> None:
         self.functional.step([param.grad for param in self.params])
-
-    def values(self) -> dict[str, Any]:
-        return {
-            "params": self.params,
-            "state": [dict(self.functional.state.get(param) or {}) for param in self.params],
-        }
-
-
-class ReplayedFunctionalStep(FunctionalStep):
-    has_layers = False
-
-    def setup(self) -> None:
-        super().setup()
-        for _ in range(2):
-            self.run()
 
 
 class FunctionalCall(Operation):
@@ -171,14 +179,10 @@ class FunctionalCall(Operation):
         return {"tensors": self.tensors}
 
 
-class CurrentStep(Step):
-    """No row of the gradient has to catch up."""
-
-    def setup(self) -> None:
-        super().setup()
-        for param in self.params:
-            assert param.grad is not None
-            self.optimizer.catch_up(param, param.grad._indices()[0])
+def catch_up_rows_of_gradients(step: Step) -> None:
+    for param in step.params:
+        assert param.grad is not None
+        step.optimizer.catch_up(param, param.grad._indices()[0])
 
 
 class DenseStep(Step):
@@ -202,13 +206,13 @@ def dense_steps() -> dict[str, type[Step]]:
     loop = {"foreach": False}
     makes: dict[str, Make] = {
         **{ours.__name__: partial(ours, weight_decay=0.1, **loop) for ours, _ in COUNTERPARTS},
-        "Adam": lambda params: sparsestep.Adam(params, weight_decay=0.1, amsgrad=True, **loop),
-        "AdamW": lambda params: sparsestep.AdamW(params, foreach=True),
-        "AdamW fused": lambda params: sparsestep.AdamW(params, fused=True),
-        "Adagrad": lambda params: sparsestep.Adagrad(params, foreach=True, maximize=True),
-        "SGD": lambda params: sparsestep.SGD(params, momentum=0.9, nesterov=True, **loop),
-        "SGD foreach": lambda params: sparsestep.SGD(params, lr=0.1, momentum=0.9, foreach=True),
-        "RMSprop": lambda params: sparsestep.RMSprop(params, momentum=0.9, centered=True, **loop),
+        "Adam": partial(sparsestep.Adam, weight_decay=0.1, amsgrad=True, **loop),
+        "AdamW": partial(sparsestep.AdamW, foreach=True),
+        "AdamW fused": partial(sparsestep.AdamW, fused=True),
+        "Adagrad": partial(sparsestep.Adagrad, foreach=True, maximize=True),
+        "SGD": partial(sparsestep.SGD, momentum=0.9, nesterov=True, **loop),
+        "SGD foreach": partial(sparsestep.SGD, lr=0.1, momentum=0.9, foreach=True),
+        "RMSprop": partial(sparsestep.RMSprop, momentum=0.9, centered=True, **loop),
     }
     found: dict[str, type[Step]] = {}
     for name, make in makes.items():
@@ -219,31 +223,19 @@ def dense_steps() -> dict[str, type[Step]]:
     return found
 
 
-NativeDenseStep = of(
-    Step, sparsestep.AdamW, layout="strided", faults=(*Step.faults, "out of memory")
-)
-
-
 def masked_adamw(params: Any) -> RuleOptimizer:
     masks = [torch.rand(len(param)) < 0.3 for param in params]
     return sparsestep.AdamW([{"params": params, "mask": masks}], lr=0.1)
 
 
-def reference(params: Any, **options: Any) -> RuleOptimizer:
-    return sparsestep.Adam(params, engine="reference", **options)
-
-
-def rounded(params: Any, **options: Any) -> RuleOptimizer:
-    return sparsestep.Adam(params, stochastic_rounding=True, **options)
-
-
-def deferred(params: Any, **options: Any) -> RuleOptimizer:
-    return sparsestep.AdamW(params, lr=0.1, semantics="dense", **options)
-
-
 Mixed = of(Step, has_layers=True)
+Current = of(Step, precede=catch_up_rows_of_gradients)
+NativeDense = of(Step, sparsestep.AdamW, layout="strided", faults=DenseStep.faults)
 # The history of deferred updates doubles in the middle of it.
 Deferred = of(Mixed, deferred, dtype=torch.float64, steps_before=16)
+reference = partial(adam, lr=1e-3, engine="reference")
+rounded = partial(adam, lr=1e-3, stochastic_rounding=True)
+elementwise = partial(sparsestep.RowwiseAdam, lr=0.1, dense="elementwise")
 STEPS: dict[str, type[Operation]] = {
     "step": Step,
     "first step": of(Step, steps_before=0),
@@ -251,30 +243,24 @@ STEPS: dict[str, type[Operation]] = {
     "mixed step": Mixed,
     "first mixed step": of(Mixed, steps_before=0),
     "complex step": of(Mixed, dtype=torch.complex64),
-    "Lion step": of(Mixed, lambda params: sparsestep.Lion(params, lr=0.1)),
-    "first element-wise step": of(
-        Mixed,
-        lambda params: sparsestep.RowwiseAdam(params, lr=0.1, dense="elementwise"),
-        steps_before=0,
-    ),
+    "Lion step": of(Mixed, partial(sparsestep.Lion, lr=0.1)),
+    "first element-wise step": of(Mixed, elementwise, steps_before=0),
     "reference step": of(Mixed, reference),
-    "rounded reference step": of(
-        Mixed, lambda params: rounded(params, engine="reference"), dtype=torch.bfloat16
-    ),
+    "rounded reference step": of(Mixed, partial(rounded, engine="reference"), dtype=torch.bfloat16),
     "deferred step": Deferred,
-    "deferred reference step": of(Deferred, lambda params: deferred(params, engine="reference")),
-    "replayed deferred step": of(CurrentStep, deferred, dtype=torch.float64, steps_before=3),
-    "int8 step": of(Step, lambda params: sparsestep.Adam(params, state_dtype=torch.int8)),
+    "deferred reference step": of(Deferred, partial(deferred, engine="reference")),
+    "replayed deferred step": of(Current, deferred, dtype=torch.float64, steps_before=3),
+    "int8 step": of(Step, partial(adam, lr=1e-3, state_dtype=torch.int8)),
     "rounded step": of(Step, rounded, dtype=torch.bfloat16),
     "rule step": of(Mixed, averaged),
     "untraced rule step": of(Mixed, sorted_average),
     "functional step": FunctionalStep,
-    "replayed functional step": ReplayedFunctionalStep,
+    "replayed functional step": of(FunctionalStep, has_layers=False, calls_before=3),
     "functional call": FunctionalCall,
     "masked step": of(Mixed, masked_adamw),
-    "first dense step": of(NativeDenseStep, steps_before=0),
-    "dense step": NativeDenseStep,
-    "replayed dense step": of(NativeDenseStep, steps_before=3),
+    "first dense step": of(NativeDense, steps_before=0),
+    "dense step": NativeDense,
+    "replayed dense step": of(NativeDense, steps_before=3),
     **dense_steps(),
 }
 
@@ -286,7 +272,7 @@ class Model(Operation):
     """Tables of ``sparsestep.nn``, whose gradients are compact."""
 
     dtype = torch.float32
-    make: Make = staticmethod(lambda params: sparsestep.Adam(params, lr=0.1))
+    make: Make = staticmethod(adam)
 
     def tables(self) -> list[nn.Module]:
         return [sparsestep.nn.Embedding(ROWS, DIM), sparsestep.nn.EmbeddingBag(ROWS, DIM)]
@@ -294,12 +280,12 @@ class Model(Operation):
     def setup(self) -> None:
         self.model = nn.ModuleList([*self.tables(), nn.Linear(DIM, 3)]).to(self.dtype)
         self.optimizer = self.make(self.model.parameters())
-        self.prepare()
+        self.attach()
         for step in range(2):
             self.train(step)
         self.optimizer.zero_grad()
 
-    def prepare(self) -> None:
+    def attach(self) -> None:
         """Before the first step."""
 
     def loss(self, step: int) -> Tensor:
@@ -313,27 +299,26 @@ class Model(Operation):
         self.loss(step).backward()
 
 
-class ClippedGrads(Model):
-    pending = 7
-
-    def run(self) -> None:
-        sparsestep.clip_grad_norm_(self.model.parameters(), 0.5)
-
-    def values(self) -> dict[str, Any]:
-        grads = [param.grad for param in self.model.parameters()]
-        return {"grads": [g.to_dense() if g is not None else None for g in grads]}
+def clip(world: Model) -> None:
+    sparsestep.clip_grad_norm_(world.model.parameters(), 0.5)
 
 
-class StepInBackward(Model):
+def dense_grads(world: Model) -> dict[str, Any]:
+    grads = [param.grad for param in world.model.parameters()]
+    return {"grads": [grad.to_dense() if grad is not None else None for grad in grads]}
+
+
+class OneTable(Model):
+    def tables(self) -> list[nn.Module]:
+        return [sparsestep.nn.Embedding(ROWS, DIM)]
+
+
+class StepInBackward(OneTable):
     """Each parameter is a step of its own, after which torch's backward goes on."""
 
     may_raise_late = True
 
-    def tables(self) -> list[nn.Module]:
-        return [sparsestep.nn.Embedding(ROWS, DIM)]
-
-    def setup(self) -> None:
-        super().setup()
+    def precede(self) -> None:
         self.model[-1].requires_grad_(False)
         self.optimizer.step_in_backward([self.model[0].weight])
         self.computed = self.loss(7)
@@ -343,89 +328,61 @@ class StepInBackward(Model):
         self.computed.backward(retain_graph=True)
 
 
-class TrackedLookup(Model):
+class TrackedLookup(OneTable):
     """Rows catch up before they are read."""
 
     dtype = torch.float64
     make = staticmethod(deferred)
     guard = False
 
-    def tables(self) -> list[nn.Module]:
-        return [sparsestep.nn.Embedding(ROWS, DIM)]
-
-    def prepare(self) -> None:
+    def attach(self) -> None:
         self.optimizer.track(self.model, guard=self.guard)
 
     def run(self) -> None:
         self.loss(8)
 
 
-class CatchUp(TrackedLookup):
-    def run(self) -> None:
-        self.optimizer.catch_up()
+def catch_up(world: Model) -> None:
+    world.optimizer.catch_up()
 
 
-class Forget(Model):
-    def run(self) -> None:
-        self.optimizer.forget(self.model[0].weight, ids_of(3, 50))
+def forget(world: Model) -> None:
+    world.optimizer.forget(world.model[0].weight, ids_of(3, 50))
 
 
-class DeferredForget(Forget, TrackedLookup):
-    pass
+def set_mask(world: Model, *, by_row: bool = False) -> None:
+    weight = world.model[0].weight
+    shape = weight.shape[:1] if by_row else weight.shape
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.5
+    world.optimizer.set_mask(weight, mask)
 
 
-class SetMask(Model):
-    """From no mask to one over elements."""
-
-    by_row = False
-
-    def run(self) -> None:
-        weight = self.model[0].weight
-        shape = weight.shape[:1] if self.by_row else weight.shape
-        mask = torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.5
-        self.optimizer.set_mask(weight, mask)
-
-    def values(self) -> dict[str, Any]:
-        masks = [group.get("mask") for group in self.optimizer.param_groups]
-        return {**super().values(), "masks": [m for mask in masks for m in mask or ()]}
+def masks(world: Model) -> dict[str, Any]:
+    found = [group.get("mask") for group in world.optimizer.param_groups]
+    return {"masks": [mask for each in found for mask in each or ()]}
 
 
-class DeferredSetMask(SetMask, TrackedLookup):
-    by_row = True
-
-
-class GrowTable(Model):
-    def run(self) -> None:
-        torch.manual_seed(3)
-        sparsestep.nn.grow(self.model[0], ROWS + 500, self.optimizer)
-
-    def values(self) -> dict[str, Any]:
-        return {**super().values(), "rows": self.model[0].num_embeddings}
+def grow(world: Model) -> None:
+    torch.manual_seed(3)
+    sparsestep.nn.grow(world.model[0], ROWS + 500, world.optimizer)
 
 
 class AddGroup(Model):
-    def setup(self) -> None:
-        super().setup()
+    def precede(self) -> None:
         self.layer = nn.Linear(4, 4)
 
     def run(self) -> None:
         self.optimizer.add_param_group({"params": list(self.layer.parameters()), "lr": 0.5})
 
-    def values(self) -> dict[str, Any]:
-        return {**super().values(), "groups": len(self.optimizer.param_groups)}
+    def more(self) -> dict[str, Any]:
+        return {"groups": len(self.optimizer.param_groups)}
 
 
 class LoadStateDict(Model):
-    def setup(self) -> None:
-        super().setup()
-        self.saved = self.optimizer.state_dict()
-        self.saved = {
-            "state": {
-                index: {name: torch.as_tensor(value).clone() for name, value in each.items()}
-                for index, each in self.saved["state"].items()
-            },
-            "param_groups": [{**group, "lr": 0.7} for group in self.saved["param_groups"]],
-        }
+    def precede(self) -> None:
+        self.saved = copy.deepcopy(self.optimizer.state_dict())
+        for group in self.saved["param_groups"]:
+            group["lr"] = 0.7
         self.train(5)
 
     def run(self) -> None:
@@ -444,9 +401,11 @@ class VocabularyLookup(Model):
     def tables(self) -> list[nn.Module]:
         return [sparsestep.nn.Embedding(self.rows, DIM)]
 
-    def prepare(self) -> None:
+    def attach(self) -> None:
         self.vocabulary = sparsestep.nn.Vocabulary(self.rows, **self.options)
         self.vocabulary.attach(self.model[0], self.optimizer)
+        if self.optimizer.semantics == "dense":
+            self.optimizer.track(self.model)
 
     def loss(self, step: int) -> Tensor:
         ids = ids_of(step, below=5 * ROWS).view(-1, 8) + 100 * step
@@ -456,40 +415,27 @@ class VocabularyLookup(Model):
         torch.manual_seed(3)
         self.vocabulary(ids_of(8, below=5 * ROWS) + 800)
 
-    def values(self) -> dict[str, Any]:
+    def more(self) -> dict[str, Any]:
         return {
-            **super().values(),
             "vocabulary": dict(self.vocabulary.state_dict()),
             "used": self.vocabulary.used,
             "evicted": self.vocabulary.taken_over,
         }
 
 
-class DeferredVocabularyLookup(VocabularyLookup):
-    dtype = torch.float64
-    make = staticmethod(deferred)
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.optimizer.track(self.model)
+def mapped_tables(world: VocabularyLookup) -> list[nn.Module]:
+    weight = sparsestep.storage.mapped(world.folder / "vocabulary", (world.rows, DIM))
+    weight[:] = torch.randn(weight.shape)
+    return [sparsestep.nn.Embedding.from_pretrained(weight, freeze=False)]
 
 
-class MappedVocabularyLookup(VocabularyLookup):
-    def tables(self) -> list[nn.Module]:
-        weight = sparsestep.storage.mapped(self.folder / "vocabulary", (self.rows, DIM))
-        weight[:] = torch.randn(weight.shape)
-        return [sparsestep.nn.Embedding.from_pretrained(weight, freeze=False)]
-
-
-class GrowVocabulary(VocabularyLookup):
-    def run(self) -> None:
-        torch.manual_seed(3)
-        self.vocabulary.grow(self.rows + 100)
+def grow_vocabulary(world: VocabularyLookup) -> None:
+    torch.manual_seed(3)
+    world.vocabulary.grow(world.rows + 100)
 
 
 class MergeVocabulary(VocabularyLookup):
-    def setup(self) -> None:
-        super().setup()
+    def precede(self) -> None:
         self.vocabulary.grow(self.rows + 20)
         self.other = sparsestep.nn.Vocabulary(20)
         self.other(ids_of(9, count=9))
@@ -499,8 +445,7 @@ class MergeVocabulary(VocabularyLookup):
 
 
 class LoadVocabulary(VocabularyLookup):
-    def setup(self) -> None:
-        super().setup()
+    def precede(self) -> None:
         self.saved = {k: v.clone() for k, v in self.vocabulary.state_dict().items()}
         self.train(5)
 
@@ -516,10 +461,9 @@ class Mapped(Operation):
 
     in_rows = False
     semantics = "masked"
-    path = "table"
 
     def new(self, path: str) -> None:
-        make: Make = lambda params: sparsestep.Adam(params, lr=0.1, semantics=self.semantics)  # noqa: E731
+        make = partial(sparsestep.Adam, lr=0.1, semantics=self.semantics)
         dtype = torch.float64 if self.semantics == "dense" else torch.float32
         self.table = sparsestep.storage.mapped(
             self.folder / path, (ROWS, DIM), dtype, optimizer=make if self.in_rows else None
@@ -531,7 +475,7 @@ class Mapped(Operation):
             self.optimizer.track(self.model)
 
     def setup(self) -> None:
-        self.new(self.path)
+        self.new("table")
         for step in range(2):
             self.train(step)
 
@@ -546,13 +490,14 @@ class Mapped(Operation):
         return sparsestep.storage.load(self.folder / "saved", self.model, self.optimizer)
 
 
-class CreateTable(Mapped):
+class CreateTable(Operation):
     """A file that does not exist yet."""
 
-    faults = (*Mapped.faults, "kill")
+    faults = (*Operation.faults, "kill")
+    tensor: Tensor | None = None
 
     def setup(self) -> None:
-        self.tensor: Tensor | None = None
+        pass
 
     def run(self) -> None:
         self.tensor = sparsestep.storage.mapped(self.folder / "new", (ROWS, DIM))
@@ -564,56 +509,42 @@ class CreateTable(Mapped):
 
     def reopen(self) -> Snapshot:
         self.run()
-        assert self.tensor is not None
         return snapshot({"table": self.tensor})
 
 
 class Save(Mapped):
-    """The first checkpoint in a folder."""
+    """A checkpoint in a folder, which has some already."""
 
     faults = (*Mapped.faults, "kill")
     checkpoints = 0
+    compacts = False
 
-    def setup(self) -> None:
-        super().setup()
+    def precede(self) -> None:
         for number in range(self.checkpoints):
             self.save(f"checkpoint {number}")
             self.train(10 + number)
 
     def run(self) -> None:
+        if self.compacts:  # journals are merged into the base
+            checkpoint._COMPACT_MIN_BYTES, checkpoint._COMPACT_RATIO = 1, 0.01
         self.save("latest")
 
     def values(self) -> dict[str, Any]:
-        """What the folder gives a process that starts from it."""
-        live = super().values()
-        return {"live": live, "saved": self.loaded("another")}
+        return {"live": super().values(), "saved": self.saved()}
 
-    def loaded(self, path: str) -> dict[str, Any]:
+    def saved(self) -> dict[str, Any]:
+        """What the folder gives a process that starts from it."""
         if not (self.folder / "saved" / "manifest.json").exists():
             return {}
-        other = type(self).__new__(type(self))
-        other.folder = self.folder
-        for leftover in self.folder.glob(f"{path}*"):
+        for leftover in self.folder.glob("another*"):
             leftover.unlink()
         torch.manual_seed(5)
-        other.new(path)
-        extra = other.load()
-        return {"extra": extra, **of_optimizer(other.optimizer)}
+        other = type(self)(self.folder)
+        other.new("another")
+        return {"extra": other.load(), **of_optimizer(other.optimizer)}
 
     def reopen(self) -> Snapshot:
-        return snapshot({"saved": self.loaded("another")})
-
-
-class SaveAndCompact(Save):
-    """Journals are merged into the base."""
-
-    checkpoints = 2
-
-    def run(self) -> None:
-        from sparsestep.storage import checkpoint as checkpoints
-
-        checkpoints._COMPACT_MIN_BYTES, checkpoints._COMPACT_RATIO = 1, 0.01
-        super().run()
+        return snapshot({"saved": self.saved()})
 
 
 class Load(Mapped):
@@ -621,8 +552,7 @@ class Load(Mapped):
 
     faults = (*Mapped.faults, "kill")
 
-    def setup(self) -> None:
-        super().setup()
+    def precede(self) -> None:
         self.save("first")
         self.train(5)
         self.save("latest")
@@ -630,12 +560,12 @@ class Load(Mapped):
             self.train(step)
 
     def run(self) -> None:
-        self.extra = self.load()
+        self.load()
 
     def reopen(self) -> Snapshot:
         """Open the same file and load once more, which gives what loading would have given."""
         torch.manual_seed(6)
-        self.new(self.path)
+        self.new("table")
         self.load()
         return self.snapshot()
 
@@ -644,23 +574,23 @@ OPERATIONS: dict[str, type[Operation]] = {
     **STEPS,
     "compact step": of(Model, pending=7),
     "step in backward": StepInBackward,
-    "clip": ClippedGrads,
+    "clip": of(Model, pending=7, run=clip, values=dense_grads),
     "lookup: tracked": TrackedLookup,
     "lookup: guarded": of(TrackedLookup, guard=True),
-    "catch_up": CatchUp,
-    "forget": Forget,
-    "forget: deferred": DeferredForget,
-    "set_mask": SetMask,
-    "set_mask: deferred": DeferredSetMask,
-    "grow": GrowTable,
+    "catch_up": of(TrackedLookup, run=catch_up),
+    "forget": of(Model, run=forget),
+    "forget: deferred": of(TrackedLookup, run=forget),
+    "set_mask": of(Model, run=set_mask, more=masks),
+    "set_mask: deferred": of(TrackedLookup, run=partialmethod(set_mask, by_row=True), more=masks),
+    "grow": of(Model, run=grow, more=lambda world: {"rows": world.model[0].num_embeddings}),
     "add_param_group": AddGroup,
     "load_state_dict": LoadStateDict,
     "vocabulary: lru": VocabularyLookup,
     "vocabulary: admit": of(VocabularyLookup, options={"admit": 2}),
     "vocabulary: lfu": of(VocabularyLookup, options={"evict": "lfu", "shared": 2}),
-    "vocabulary: deferred": DeferredVocabularyLookup,
-    "vocabulary: mapped": MappedVocabularyLookup,
-    "vocabulary: grow": GrowVocabulary,
+    "vocabulary: deferred": of(VocabularyLookup, deferred, dtype=torch.float64),
+    "vocabulary: mapped": of(VocabularyLookup, tables=mapped_tables),
+    "vocabulary: grow": of(VocabularyLookup, run=grow_vocabulary),
     "vocabulary: load": LoadVocabulary,
     "vocabulary: merge": MergeVocabulary,
     "mapped step": of(Mapped, pending=7),
@@ -669,7 +599,7 @@ OPERATIONS: dict[str, type[Operation]] = {
     "mapped: create": CreateTable,
     "save: first": Save,
     "save: changes": of(Save, checkpoints=2),
-    "save: compact": SaveAndCompact,
+    "save: compact": of(Save, checkpoints=2, compacts=True),
     "save: in rows": of(Save, checkpoints=2, in_rows=True),
     "load": Load,
     "load: in rows": of(Load, in_rows=True),

@@ -18,8 +18,6 @@ from tests.faults.snapshot import Snapshot, snapshot
 class Torn(Operation):
     """Writes one of two values, then the other."""
 
-    faults = ("line", "allocation", "signal")
-
     def setup(self) -> None:
         self.first = self.second = 0
 
@@ -38,8 +36,7 @@ class Locked(Torn):
 
     faults = ("line",)
 
-    def setup(self) -> None:
-        super().setup()
+    def precede(self) -> None:
         self.lock = threading.Lock()
 
     def run(self) -> None:
@@ -106,8 +103,7 @@ class Half(Torn):
         self.first = self.second = 1
 
     def reopen(self) -> Snapshot:
-        path = self.folder / "file"
-        return snapshot({"text": path.read_text() if path.exists() else ""})
+        return snapshot({path.name: path.read_text() for path in self.folder.glob("file")})
 
 
 class Alone(RankOperation):

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sparsestep
 from tests.faults.operations import Operation, ids_of, of
-from tests.faults.snapshot import of_optimizer
 
 WORLD = 2
 ROWS, DIM = 101, 8
@@ -31,12 +30,14 @@ class RankOperation(Operation):
 
     Attributes:
         faulty: the rank that has the fault.
-        rank: this process's rank.
     """
 
     faulty = 1
-    rank: int
     plan = "rows"
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
 
     def setup(self) -> None:
         self.new()
@@ -67,9 +68,8 @@ class ClippedStep(RankOperation):
         sparsestep.clip_grad_norm_(self.model.parameters(), 1.0)
 
 
-class ShardedLookup(RankOperation):
-    def run(self) -> None:
-        self.model(self.ids(9))
+def look_up(world: RankOperation) -> None:
+    world.model(world.ids(9))
 
 
 class Shard(RankOperation):
@@ -106,67 +106,60 @@ class SharedVocabularyLookup(RankOperation):
         torch.manual_seed(3)
         self.vocabulary(self.ids(9))
 
-    def values(self) -> dict[str, Any]:
-        return {**super().values(), "vocabulary": dict(self.vocabulary.state_dict())}
+    def more(self) -> dict[str, Any]:
+        return {"vocabulary": dict(self.vocabulary.state_dict())}
 
 
-class DistributedLoad(RankOperation):
-    def setup(self) -> None:
-        super().setup()
-        self.save()
-        self.train(5)
-
-    def save(self) -> None:
-        sparsestep.distributed.save(self.folder / "saved", self.model, self.optimizer)
-
-    def run(self) -> None:
-        sparsestep.distributed.load(self.folder / "saved", self.model, self.optimizer)
-
-
-class Reshard(DistributedLoad):
-    """What one layout saved is loaded into another."""
-
-    def setup(self) -> None:
-        super().setup()
-        self.plan = "tables"
-        self.new()
-        self.train(6)
-
-
-class DistributedSave(RankOperation):
+def save(world: Any) -> None:
     """Saving changes nothing that is live."""
+    sparsestep.distributed.save(world.folder / "saved", world.model, world.optimizer)
 
-    def run(self) -> None:
-        sparsestep.distributed.save(self.folder / "saved", self.model, self.optimizer)
+
+def load(world: RankOperation) -> None:
+    sparsestep.distributed.load(world.folder / "saved", world.model, world.optimizer)
+
+
+def save_and_train(world: RankOperation) -> None:
+    save(world)
+    world.train(5)
+
+
+def save_and_change_plan(world: RankOperation) -> None:
+    """What one layout saved is loaded into another."""
+    save_and_train(world)
+    world.plan = "tables"
+    world.new()
+    world.train(6)
 
 
 class Consolidate(Operation):
+    found: Any = None
+
     def setup(self) -> None:
         self.model = nn.EmbeddingBag(ROWS, DIM, sparse=True)
         self.optimizer = sparsestep.Adam(self.model.parameters(), lr=0.1)
         self.model(ids_of(1, 24, ROWS).view(6, 4)).sum().backward()
         self.optimizer.step()
-        sparsestep.distributed.save(self.folder / "saved", self.model, self.optimizer)
-        self.found: Any = None
+        save(self)
 
     def run(self) -> None:
         self.found = sparsestep.distributed.consolidate(self.folder / "saved")
 
-    def values(self) -> dict[str, Any]:
-        return {**of_optimizer(self.optimizer), "found": self.found}
+    def more(self) -> dict[str, Any]:
+        return {"found": self.found}
 
 
 OPERATIONS: dict[str, type[Operation]] = {
     "consolidate": Consolidate,
     "ranks: shard": Shard,
-    "ranks: lookup": ShardedLookup,
+    "ranks: lookup": of(RankOperation, run=look_up),
     "ranks: step": of(RankOperation, pending=5),
     "ranks: step after clipping": of(ClippedStep, pending=5),
     "ranks: step on whole tables": of(RankOperation, pending=5, plan="tables"),
     "ranks: vocabulary": SharedVocabularyLookup,
-    "ranks: save": DistributedSave,
-    "ranks: load": DistributedLoad,
-    "ranks: reshard": Reshard,
+    "ranks: save": of(RankOperation, run=save),
+    "ranks: load": of(RankOperation, precede=save_and_train, run=load),
+    "ranks: reshard": of(RankOperation, precede=save_and_change_plan, run=load),
 }
 
 
@@ -239,9 +232,7 @@ def _start(make: type[RankOperation], work: Callable[[Any], Any], folder: Path, 
         os.dup2(log, 2)
         store = dist.FileStore(str(folder / "store"), WORLD)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
-        world = make.__new__(make)
-        world.rank = rank
-        world.__init__(folder)  # type: ignore[misc]
+        world = make(folder).prepare()
         dist.barrier()
         (folder / f"ready{rank}").touch()
         try:

@@ -15,9 +15,15 @@ pytestmark = pytest.mark.skipif(
     reason="needs glibc, fork and a C compiler",
 )
 
-# Signals at a random moment are left to `make faults`: a sample of these is not fixed.
 PAIRS = (
-    *("mixed step/allocation", "replayed step/line", "deferred step/line", "masked step/line"),
+    *(
+        "mixed step/signal",
+        "deferred step/signal",
+        "mixed step/allocation",
+        "replayed step/line",
+        "deferred step/line",
+        "masked step/line",
+    ),
     *("dense step: Adam, in pieces/out of memory", "rule step/allocation", "functional step/line"),
     *("step in backward/line", "lookup: tracked/allocation", "grow/allocation"),
     *("load_state_dict/line", "vocabulary: lru/line", "mapped step/allocation"),
