@@ -6,6 +6,7 @@ exchange starts with a ``_handshake``. Ids of any value have owners, too (``voca
 number of ranks can load a ``checkpoint``.
 """
 
+from sparsestep.distributed import _network
 from sparsestep.distributed._functional_optim import register
 from sparsestep.distributed.checkpoint import async_save, consolidate, load, save
 from sparsestep.distributed.lockstep import lockstep
@@ -26,6 +27,9 @@ __all__ = [
     "save",
     "shard",
 ]
+
+# At import: the first collective that could fail is torch's own ``init_process_group``.
+_network.warn_about_loopback()
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,6 @@ sends all others the rows that it has summed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
@@ -27,7 +26,6 @@ from sparsestep.distributed._table import (
 from sparsestep.distributed.collectives import Caught, Collectives, Sections
 from sparsestep.distributed.lookup import sum_duplicates
 from sparsestep.engines.base import certain
-from sparsestep.errors import InputError, message
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
 from sparsestep.grads.exchange import (
@@ -102,9 +100,11 @@ class ShardedGradSource(TableGroup):
                 _remove_placeholder(weight)
         return exchanged
 
-    def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if one has an error."""
-        self.collectives.check(error)
+    def agree(self, error: BaseException | None, value: Tensor | None = None) -> Tensor:
+        """The values of all ranks; raises on every rank if one has an error."""
+        bits = certain(lambda: 0 if value is None else _bits(value))
+        found = self.collectives.check(error, bits)
+        return certain(lambda: torch.tensor(found).view(torch.float64))
 
     @property
     def is_lost(self) -> bool:
@@ -129,17 +129,17 @@ class ShardedGradSource(TableGroup):
 
     def all_ranks_norm(self, norm: Tensor, order: float) -> Tensor:
         """Norm over all ranks, bit-identical on every rank."""
-        if not order > 0:
-            requirement = "clip_grad_norm_: with sharded tables norm_type must be greater than 0"
-            raise InputError(message(requirement, order))
         status = self.status(ExchangeKind.NORM)
-        status.value = int(norm.double().view(torch.int64))  # its bits
+        status.value = _bits(norm)
         values = self.handshake(status, None)["value"]
         norms = torch.tensor(values).view(torch.float64)
-        if math.isinf(order):
-            return norms.max()
         total: Tensor = torch.linalg.vector_norm(norms, order)
         return total
+
+
+def _bits(value: Tensor) -> int:
+    """A number as an integer that ranks can exchange."""
+    return int(value.double().view(torch.int64))
 
 
 class OutgoingGrad(NamedTuple):

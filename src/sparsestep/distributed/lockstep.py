@@ -32,6 +32,7 @@ from sparsestep.distributed.lookup import (
     id_counts,
 )
 from sparsestep.errors import InputError, SlowWarning, message, warn_once
+from sparsestep.nn.collection import is_keyed_jagged
 
 Batch = TypeVar("Batch")
 
@@ -102,7 +103,7 @@ def _with_prefetch(batches: Iterator[Batch]) -> Iterator[Batch]:
     yielded: list[tuple[Tensor, int]] = []
 
     def signature(batch: Any) -> int:
-        if any(version_of(tensor) != version for tensor, version in yielded):
+        if any(_version(tensor) != version for tensor, version in yielded):
             requirement = (
                 "lockstep: with prefetch=1 the loader must not modify a batch after yielding it"
             )
@@ -116,7 +117,7 @@ def _with_prefetch(batches: Iterator[Batch]) -> Iterator[Batch]:
         while following is not None:
             batch, current = following[0], task
             prefetcher.record_calls()
-            yielded[:] = [(each, version_of(each)) for each in iter_tensors(batch)]
+            yielded[:] = [(each, _version(each)) for each in iter_tensors(batch)]
             following = next(steps, None)
             is_sent = following is not None and following[1]
             task = prefetcher.submit(following[0]) if following is not None and is_sent else None
@@ -168,13 +169,25 @@ _END: Any = object()
 
 def empty_batch(batch: Any) -> Any:
     """An empty batch with the structure of another."""
+    if is_keyed_jagged(batch):  # its own method ``empty`` drops the keys
+        weights = batch.weights_or_none()
+        weights = None if weights is None else weights[:0]
+        return type(batch)(batch.keys(), batch.values()[:0], weights, batch.lengths()[:0])
     empty = getattr(batch, "empty", None)
     if callable(empty) and not isinstance(batch, Tensor):
         return empty()
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = [field.name for field in dataclasses.fields(batch) if field.init]
         return dataclasses.replace(batch, **{n: empty_batch(getattr(batch, n)) for n in fields})
-    return tree_map_only(Tensor, lambda t: t[:0] if t.dim() else t, batch)
+    return tree_map_only(_has_rows, _without_rows, batch, is_leaf=is_keyed_jagged)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return is_keyed_jagged(leaf) or (isinstance(leaf, Tensor) and leaf.dim() > 0)
+
+
+def _without_rows(leaf: Any) -> Any:
+    return leaf[:0] if isinstance(leaf, Tensor) else empty_batch(leaf)
 
 
 def _is_multi_rank() -> bool:
@@ -200,9 +213,9 @@ def _broadcast_empty_batch(rank: int, batch: Any) -> Any:
 # Ids that are sent in advance
 
 
-def iter_tensors(batch: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch, in lists, tuples, dicts and dataclasses."""
-    if isinstance(batch, Tensor):
+def iter_tensors(batch: Any) -> Iterator[Any]:
+    """Yield the tensors of a batch, keyed jagged ones, too, in lists, dicts and dataclasses."""
+    if isinstance(batch, Tensor) or is_keyed_jagged(batch):
         yield batch
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for each in dataclasses.fields(batch):
@@ -213,6 +226,13 @@ def iter_tensors(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from iter_tensors(value)
+
+
+def _version(tensor: Any) -> int:
+    """A number that changes when the tensor is modified."""
+    if isinstance(tensor, Tensor):
+        return version_of(tensor)
+    return version_of(tensor.values()) + version_of(tensor.lengths())
 
 
 def _map_tensors(arguments: Any, change: Callable[[Any], Any]) -> Any:
@@ -238,7 +258,7 @@ class PrefetchTask:
         self._calls = list(calls)
         self._first = first
         self._arguments: list[Any] = [_map_tensors(c.arguments, tensors.__getitem__) for c in calls]
-        self._versions = [[version_of(t) for t in iter_tensors(a)] for a in self._arguments]
+        self._versions = [[_version(t) for t in iter_tensors(a)] for a in self._arguments]
         self.sent: Future[list[TableRequests | None]] = Future()
 
     def run(self, collectives: Collectives) -> list[TableRequests | None]:
@@ -287,7 +307,7 @@ class PrefetchTask:
         return (
             len(mine) == len(theirs)
             and all(one is other for one, other in zip(mine, theirs, strict=True))
-            and [version_of(each) for each in theirs] == self._versions[n]
+            and [_version(each) for each in theirs] == self._versions[n]
         )
 
 

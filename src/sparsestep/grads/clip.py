@@ -35,7 +35,7 @@ from sparsestep.grads.compact import (
     norm_equivalent,
 )
 from sparsestep.grads.dedup import sum_duplicates
-from sparsestep.grads.exchange import exchange_grads, sources_of
+from sparsestep.grads.exchange import GradExchange, exchange_grads, sources_of
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import GradLayout, classify, stored_mask
 from sparsestep.memory.tensors import has_internal_overlap
@@ -81,10 +81,20 @@ def clip_grad_norm_(
         >>> table.weight.grad.to_dense()[1].norm()
         tensor(1.0000)
     """
-    params, grads = _collect("clip_grad_norm_", parameters)
-    with usable("clip_grad_norm_: max_norm and norm_type must be numbers"):
-        norm_type, max_norm = float(norm_type), float(max_norm)
-    sources = sources_of(params)
+    name = "clip_grad_norm_"
+    params = _listed(name, parameters)
+    sources = sources_of(each for each in params if isinstance(each, Tensor))
+    exchange = GradExchange(sources, lambda _: {"caller": name})
+    grads, norms, rest, error = list[_NamedGrad](), list[Tensor](), list[_NamedGrad](), None
+    try:
+        with usable("clip_grad_norm_: max_norm and norm_type must be numbers"):
+            norm_type, max_norm = float(norm_type), float(max_norm)
+        grads = _collect(name, params)
+        norms, rest = _local_norms(grads, sources, norm_type, foreach)
+    except BaseException as raised:  # other processes wait for this one
+        error = raised
+    # The norms travel with the agreement.
+    totals = [torch.linalg.vector_norm(each, norm_type) for each in exchange.agree(error, norms)]
     # Torch's function does not write views that are lazily conjugate or negative.
     is_standard = all(
         each.layout is GradLayout.STRIDED and not each.grad.is_conj() and not each.grad.is_neg()
@@ -93,7 +103,10 @@ def clip_grad_norm_(
     if is_standard and not sources:
         with without_autocast(grads[0].grad.device.type if grads else "cpu"):
             return utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    total = _norm_over_ranks(grads, sources, norm_type, foreach)
+    if rest:
+        norm = _total_norm(rest, norm_type, foreach)
+        totals.append(norm.to("cpu", torch.float64) if sources else norm)
+    total: Tensor = torch.linalg.vector_norm(stack(totals), norm_type) if sources else totals[0]
     # Torch's dtype for the caller; the factor comes from the norm as computed, which float16 might
     # not hold.
     dtypes = (each.grad.dtype.to_real() for each in grads)
@@ -140,7 +153,9 @@ def clip_grad_value_(
                               [1.0000, 1.0000]]),
                size=(5, 2), nnz=2, layout=torch.sparse_coo)
     """
-    _, grads = _collect("clip_grad_value_", parameters)
+    params = _listed("clip_grad_value_", parameters)
+    exchange_grads([each for each in params if isinstance(each, Tensor)], "clip_grad_value_")
+    grads = _collect("clip_grad_value_", params)
     with usable("clip_grad_value_: clip_value must be a number"):
         bound = float(clip_value)
     dense, in_place, replaced = [], [], dict[Tensor, Tensor]()
@@ -171,22 +186,26 @@ class _NamedGrad(NamedTuple):
     layout: GradLayout
 
 
-def _collect(
-    function: str, parameters: Tensor | Iterable[Tensor]
-) -> tuple[list[Tensor], list[_NamedGrad]]:
-    """Return all parameters, and the gradients of those that have one, checked."""
+_PARAMETERS = "takes a tensor or an iterable of tensors"
+
+
+def _listed(function: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     given: object = parameters
-    requirement = f"{function} takes a tensor or an iterable of tensors"
     if not isinstance(given, Iterable):
-        raise InputError(message(requirement, f"a {type(given).__name__}"))
+        raise InputError(message(f"{function} {_PARAMETERS}", f"a {type(given).__name__}"))
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not params and isinstance(parameters, types.GeneratorType):  # most likely an exhausted one
         warn(UserWarning, "`parameters` is an empty generator, no gradient clipping will occur.")
-    exchange_grads([param for param in params if isinstance(param, Tensor)], function)
+    return params
+
+
+def _collect(function: str, params: Sequence[object]) -> list[_NamedGrad]:
+    """Return the gradients of the parameters that have one, checked."""
     grads = []
     for index, param in enumerate(params):
         if not isinstance(param, Tensor):
-            raise InputError(message(requirement, f"a {type(param).__name__} at {index}"))
+            got = f"a {type(param).__name__} at {index}"
+            raise InputError(message(f"{function} {_PARAMETERS}", got))
         grad = param.grad
         if grad is None:
             continue
@@ -199,7 +218,7 @@ def _collect(
             param.grad = grad.clone(memory_format=torch.contiguous_format)
             found = found._replace(grad=param.grad)
         grads.append(found)
-    return params, grads
+    return grads
 
 
 def _check_clippable(named: _NamedGrad) -> None:
@@ -240,25 +259,23 @@ def _clamp(named: _NamedGrad, bound: float) -> Tensor | None:
     return coo_like(grad, indices, values, coalesced=grad.is_coalesced())
 
 
-def _norm_over_ranks(
+def _local_norms(
     grads: Sequence[_NamedGrad],
     sources: Sequence[ShardedGradSource],
     norm_type: float,
     foreach: bool | None,
-) -> Tensor:
-    """Return the norm of gradients over all processes; replicated ones count once."""
-    if not sources:
-        return _total_norm(grads, norm_type, foreach)
-    totals, rest = [], list(grads)
+) -> tuple[list[Tensor], list[_NamedGrad]]:
+    """For each source, the norm of what this process has; gradients that are the same in all."""
+    if sources and not norm_type > 0:
+        requirement = "clip_grad_norm_: with sharded tables norm_type must be greater than 0"
+        raise InputError(message(requirement, norm_type))
+    norms, rest = [], list(grads)
     for source in sources:
         sharded = [each for each in rest if source.is_sharded(each.param)]
         rest = [each for each in rest if not source.is_sharded(each.param)]
         norm = _total_norm(sharded, norm_type, foreach) if sharded else torch.zeros(())
-        totals.append(source.all_ranks_norm(norm, norm_type))
-    if rest:
-        totals.append(_total_norm(rest, norm_type, foreach).to("cpu", torch.float64))
-    total: Tensor = torch.linalg.vector_norm(stack(totals), norm_type)
-    return total
+        norms.append(norm)
+    return norms, rest
 
 
 def _total_norm(grads: Sequence[_NamedGrad], norm_type: float, foreach: bool | None) -> Tensor:

@@ -115,19 +115,26 @@ class GradExchange:
         """Whether all processes were ready before the exchange, which had nothing to send."""
         return bool(self._exchanged) and all(result.is_agreed for _, result in self._exchanged)
 
-    def agree(self, error: BaseException | None = None) -> None:
-        """Raise in every process if one has an error; then no gradient has been exchanged."""
+    def agree(
+        self, error: BaseException | None = None, values: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """Raise in every process if one has an error; then no gradient has been exchanged.
+
+        With a value for each source, returns those of all processes, for each source.
+        """
         self.error = self.error or error
-        for source, result in self._exchanged:
+        found: list[Tensor] = []
+        for n, (source, result) in enumerate(self._exchanged):
             if result.is_agreed:
                 continue
             try:
-                source.agree(self.error)
+                found.append(source.agree(self.error, values[n] if values else None))
             except BaseException as raised:
                 self._fail(source, raised)
         if self.error is not None:
             self._undo()
             raise self.error
+        return found
 
     def _fail(self, source: ShardedGradSource, error: BaseException) -> None:
         self.error = self.error or error

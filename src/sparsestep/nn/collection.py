@@ -123,7 +123,9 @@ class EmbeddingBagCollection(torch.nn.Module):
         Args:
             inputs: ids for each table, 2-D with a bag in each row or 1-D with offsets, in a list or
                 a dict like the tables; or one tensor for all tables, ``[batch, tables]`` with one
-                id or ``[batch, tables, k]`` with a bag of ``k`` ids for each.
+                id or ``[batch, tables, k]`` with a bag of ``k`` ids for each; or TorchRec's
+                ``KeyedJaggedTensor``, which has offsets and weights of its own. Its keys are the
+                names of the tables, in any order, or one for each table of a list.
             offsets: for tables with 1-D ids, the start of each bag: a list with ``None`` for the
                 other tables, a dict, or a tensor ``[tables, batch]``.
             per_sample_weights: a factor for each id, for tables with mode ``"sum"``: a list or a
@@ -179,6 +181,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         tables: Any = self.tables  # some may be the same
         if isinstance(self.tables, torch.nn.ModuleDict):
             tables = self.tables.values()
+        if is_keyed_jagged(inputs):
+            inputs, offsets, factors = self._from_jagged(inputs, offsets, factors)
         if isinstance(inputs, Tensor) and not inputs.is_nested:
             begins = [None] * len(self.tables)
             if offsets is not None:
@@ -193,6 +197,23 @@ class EmbeddingBagCollection(torch.nn.Module):
             begins = self._listed("offsets", offsets, optional=True)
             weights = self._listed("per_sample_weights", factors, optional=True)
         return list(zip(tables, ids, begins, weights, strict=True))
+
+    def _from_jagged(self, inputs: Any, offsets: Any, factors: Any) -> tuple[Any, Any, Any]:
+        """The ids, offsets and weights of a ``KeyedJaggedTensor``, in lists."""
+        if offsets is not None or factors is not None:
+            requirement = "a KeyedJaggedTensor has its own: offsets and per_sample_weights must be"
+            raise self._refusal(f"{requirement} None", "others")
+        by_key = inputs.to_dict()
+        # Like TorchRec's collections, leave out features without a table.
+        known = {key: by_key[key] for key in self.names or by_key if key in by_key}
+        parts = self._listed(
+            "inputs", known if self.names else list(known.values()), optional=False
+        )
+        begins = []
+        for table, part in zip(self.tables.children(), parts, strict=True):
+            ends = part.offsets().to(part.values().dtype)
+            begins.append(ends if table.include_last_offset else ends[:-1])
+        return [each.values() for each in parts], begins, [each.weights_or_none() for each in parts]
 
     def _columns(self, name: str, tensor: Any) -> list[Any]:
         """One tensor for all tables, table by table."""
@@ -229,6 +250,11 @@ class EmbeddingBagCollection(torch.nn.Module):
     @staticmethod
     def _refusal(requirement: str, got: object) -> InputError:
         return InputError(f"EmbeddingBagCollection: {message(requirement, got)}")
+
+
+def is_keyed_jagged(batch: object) -> bool:
+    """Whether it is TorchRec's ``KeyedJaggedTensor``, or acts like one."""
+    return hasattr(batch, "to_dict") and hasattr(batch, "offset_per_key")
 
 
 def _checked_name(name: object) -> str:

@@ -1,0 +1,98 @@
+"""How many collectives a loop makes, one after the other: docs/several-machines.md says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparsestep
+from tests.distributed.runs import PLAN, Net, net_batch, said
+from tests.ranks import Rank, ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "several-machines.md"
+COLLECTIVES = ("all_to_all_single", "all_gather", "all_reduce", "broadcast", "all_gather_object")
+
+
+class Counted:
+    """Counts torch's collectives."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.number = 0
+        for name in COLLECTIVES:
+            monkeypatch.setattr(dist, name, self._counting(getattr(dist, name)))
+
+    def _counting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **options: Any) -> Any:
+            self.number += 1
+            return collective(*arguments, **options)
+
+        return counting
+
+    def since(self, before: int) -> int:
+        return self.number - before
+
+
+def documented() -> dict[str, int]:
+    """The table of the page."""
+    rows = PAGE.read_text().partition("| | collectives | |")[2].partition("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+    return {name.replace("`", ""): int(number) for name, number, _ in cells}
+
+
+@ranks(2)
+@pytest.mark.parametrize("plan", ["rows", "tables", PLAN])
+def test_the_collectives_of_a_loop_are_those_of_the_documentation(rank: Rank, plan: Any):
+    model = Net()
+    sparsestep.distributed.shard(model.tables, plan=plan)
+    optimizer = sparsestep.Adam(model.tables.parameters(), lr=0.1)
+    counted = Counted(rank.monkeypatch)
+    expected = documented()
+    loader = [net_batch(step, rank.index) for step in range(4)]
+    seen: list[dict[str, int]] = []
+    before = counted.number
+    for step, ids in enumerate(sparsestep.distributed.lockstep(loader)):
+        found = {"lockstep": counted.since(before)}
+        before = counted.number
+        rows = model.tables(ids)
+        found["lookup"] = counted.since(before)
+        before = counted.number
+        sum(each.square().sum() for each in rows.values()).backward()
+        assert counted.since(before) == 0, "backward is each rank's own"
+        if step % 2:
+            sparsestep.clip_grad_norm_(model.tables.parameters(), 1.0)
+            found["clip_grad_norm_"] = counted.since(before)
+            before = counted.number
+        optimizer.step()
+        found["step() after clipping" if step % 2 else "step()"] = counted.since(before)
+        before = counted.number
+        optimizer.zero_grad()
+        seen.append(found)
+    for found in seen:
+        assert found == {name: expected[name] for name in found}
+    assert {name for found in seen for name in found} == set(expected)
+
+
+@ranks(2)
+def test_a_rank_that_cannot_compute_its_norm_lets_no_other_wait(rank: Rank):
+    """The gradients of all ranks are pending again, and the next call works."""
+    model = Net()
+    sparsestep.distributed.shard(model.tables, plan="rows")
+    sum(each.sum() for each in model.tables(net_batch(0, rank.index)).values()).backward()
+    params: list[Any] = list(model.tables.parameters())
+    wrong = [*params, "no tensor"] if rank.is_last else params
+    text = said(lambda: sparsestep.clip_grad_norm_(wrong, 1.0))
+    assert ("a str at" if rank.is_last else "rank 1 rejected its input") in text
+    for order in (0, -1.0):
+        text = said(lambda order=order: sparsestep.clip_grad_norm_(params, 1.0, order))
+        assert "norm_type must be greater than 0" in text
+    norms = rank.gather(sparsestep.clip_grad_norm_(params, 1.0))
+    assert norms[0] == norms[1] > 0
+    assert torch.equal(
+        sparsestep.clip_grad_norm_(params, 1.0, float("inf")),
+        sparsestep.clip_grad_norm_(params, 1.0, float("inf")),
+    )
