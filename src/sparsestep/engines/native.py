@@ -179,33 +179,20 @@ class NativeEngine:
     def claim_standard(
         self,
         settings: GroupSettings,
-        params: list[Tensor],
+        params: list[Tensor],  # consecutive ones of the group
         state: dict[Tensor, Any],
-        addresses: dict[int, tuple[Any, ...]],
-        seen: set[int],
-        selections: list[SelectedSlots | PackedMask | None] | None,
-        grads: Sequence[Gradient | None] | None,
-        first: int,
-        claimed: list[Claimed] | None = None,
+        addresses: dict[int, tuple[Any, ...]],  # as ``StateStore`` has them
+        seen: set[int],  # ids of parameters that were claimed in this step
+        selections: list[SelectedSlots | PackedMask | None] | None,  # of the parameters' masks
+        grads: Sequence[Gradient | None] | None,  # passed by hand, one for each parameter
+        first: int,  # the index of the first of these parameters in the group
+        claimed: list[Claimed] | None = None,  # to append the claimed parameters to
     ) -> Sequence[int]:
         """Fast path: the core claims the parameters of a group that it can read itself.
 
         These have contiguous CPU tensors and a row-sparse or dense gradient. The core declines the
-        rest without an error; Python handles every case and raises every message.
-
-        Args:
-            settings: the options of the group.
-            params: consecutive parameters of the group.
-            state: the optimizer's state.
-            addresses: of the parameters and their state, as ``StateStore`` has them.
-            seen: ids of parameters that were claimed in this step.
-            selections: the selection of each parameter's mask.
-            grads: gradients passed by hand, one for each parameter.
-            first: the index of the first of these parameters in the group.
-            claimed: a list to append the claimed parameters to.
-
-        Returns:
-            The indices of parameters with a gradient that the core declines.
+        rest without an error, and this returns their indices: Python handles every case and raises
+        every message.
         """
         group = None
         if settings.seed is None:
@@ -323,11 +310,7 @@ def apply_standard(
     state: list[Tensor | None],
     step: int | Tensor,
 ) -> bool:
-    """Update one parameter in one call of the core.
-
-    Returns:
-        False, and nothing has changed, if an argument is invalid or not one that the core reads.
-    """
+    """Update one parameter in one call of the core; false, and unchanged, if it declines."""
     assert ext is not None
     return ext.apply_standard(isa.index, group, param, grad, state, step, torch.get_num_threads())
 
@@ -351,11 +334,8 @@ def replay_step(
 ) -> bool:
     """Repeat a step with new gradients, in one call of the core.
 
-    Gradients passed by hand are those of parameters of the first group, from ``first`` on.
-
-    Returns:
-        False, and nothing has changed, if a group has other options, or a gradient is not one that
-        the core reads.
+    Gradients passed by hand are those of parameters of the first group, from ``first`` on. Returns
+    false, and nothing has changed, if the core declines: options or kinds of gradients differ.
     """
     assert ext is not None
     cached_groups, _, traced, unused_traces = cached

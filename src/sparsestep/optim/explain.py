@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from sparsestep._native import ext
 from sparsestep._torch import cat
@@ -97,32 +96,6 @@ def _format_bytes(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def explain_param(
-    name: str,
-    param: Tensor,
-    param_state: Mapping[str, Any] | None,
-    used: tuple[Tensor, str, str] | None,
-    rows_behind: int,
-    share: float,
-    *,
-    is_deferred: bool,
-) -> ParamExplanation:
-    """Explain one parameter; ``used`` is its entry in ``RuleOptimizer.used_engines``.
-
-    ``share``: of its rows that are in a sparse gradient. ``is_deferred``: the others are not left
-    alone, but catch up later.
-    """
-    owner, engine, reason = used or (None, None, "")
-    if owner is not param:
-        engine, reason = None, ""
-    elif not reason:
-        reason = _explain_density(share, is_deferred=is_deferred)
-    # A lazy parameter refuses to tell its shape; so far its memory has no elements.
-    shape = memory_of(param).shape if is_lazy(param) else param.shape
-    size = state_bytes(param_state)
-    return ParamExplanation(name, tuple(shape), engine, reason, size, rows_behind)
-
-
 def state_bytes(param_state: Mapping[str, Any] | None) -> int:
     """Return the size of a parameter's state tensors."""
     tensors = (v for k, v in (param_state or {}).items() if k != "step" and isinstance(v, Tensor))
@@ -158,8 +131,15 @@ _COMPARED_ROWS = 1 << 8
 _ROUNDINGS = 8
 
 
-def _explain_density(share: float, *, is_deferred: bool) -> str:
-    """Return that a dense gradient would be faster; nothing if it would not."""
+def explain_density(param: Tensor, *, is_deferred: bool) -> str:
+    """Return that a dense gradient would be faster; nothing if it would not.
+
+    ``is_deferred``: rows without an entry are not left alone, but catch up later.
+    """
+    if getattr(param.grad, "is_sparse", False) is not True:
+        return ""
+    rows, _, touched = count_rows(param, None)
+    share = touched / max(rows, 1)
     if is_deferred and share > _DENSE_IS_FASTER_DEFERRED:
         return (
             "sparse gradient in more than a quarter of the rows: with semantics='dense', a dense "

@@ -46,7 +46,13 @@ from sparsestep.memory.mapped_file import (
 )
 from sparsestep.memory.tensors import is_distributed, memory_of
 from sparsestep.optim import state as states
-from sparsestep.optim.explain import Explanation, count_rows, explain_param, state_bytes
+from sparsestep.optim.explain import (
+    Explanation,
+    ParamExplanation,
+    count_rows,
+    explain_density,
+    state_bytes,
+)
 from sparsestep.optim.param_groups import ParamGroup, ParamGroups, options_for_ranks, param_name
 from sparsestep.optim.state_dict import LoadedState, masked_state, read_state_dict
 from sparsestep.optim.step import Step, StepInBackward, reserve_rows
@@ -773,7 +779,7 @@ class RuleOptimizer(_Base):
             return
         if mapped_files:
             about_to_write(param, tensors, rows)
-        packed = self._layout_of(param)
+        _, _, packed = self.stored_state(param)
         if packed is not None:
             rows = torch.isin(packed.indices() // packed.shape[1:].numel(), rows).nonzero()[:, 0]
         rows = rows.to("cpu").contiguous()
@@ -790,19 +796,20 @@ class RuleOptimizer(_Base):
         if is_distributed(param):
             requirement = "state of parameters that are sharded across processes cannot be reset"
             raise InputError(message(requirement, "a DTensor"))
-        memory, param_state = memory_of(param), self.state.get(param)
-        rule = self.stored_rule_for(group, memory, param_state)
+        memory, (rule, param_state, layout) = memory_of(param), self.stored_state(param)
         if not param_state or not states.is_complete(rule, param_state):
             return [], []
-        tensors = states.check_state(rule, memory, param_state, self._layout_of(param))
+        tensors = states.check_state(rule, memory, param_state, layout)
         self.store.check_writable(param, memory, tensors)
         return tensors, [states.initial_value(spec, group) for spec in rule.state]
 
-    def _layout_of(self, param: Tensor) -> masks.PackedMask | None:
-        """Return the mask that a parameter's state is packed by."""
+    def stored_state(
+        self, param: Tensor
+    ) -> tuple[Rule, dict[str, Any] | None, masks.PackedMask | None]:
+        """Return the rule of a parameter, its state, and the mask that packs the state, if any."""
         param_state = self.state.get(param)
         rule = self.stored_rule_for(self.group_of(param), memory_of(param), param_state)
-        return self.store.layout_of(rule, param, param_state)
+        return rule, param_state, self.store.layout_of(rule, param, param_state)
 
     def set_mask(self, param: Tensor, mask: Tensor | None) -> None:
         """Replace the mask of one parameter, for sparsity patterns that change during training.
@@ -859,7 +866,7 @@ class RuleOptimizer(_Base):
         listed = list(masks.per_param(group.get("mask"), params))
         places = [index for index, each in enumerate(params) if each is param]
         old = listed[places[0]]
-        layout = self._layout_of(param)
+        _, _, layout = self.stored_state(param)
         if mask is not None and mask is old and layout is None:
             requirement = "the mask must be another tensor than the one in use"
             remedy = "Leave that unchanged, and pass a new one"
@@ -898,8 +905,8 @@ class RuleOptimizer(_Base):
         tensors, values = self._resettable_state(param)
         if not tensors:
             return []
-        param_state = self.state[param]
-        rule = self.stored_rule_for(group, memory, param_state)
+        rule, param_state, _ = self.stored_state(param)
+        assert param_state is not None
         made = states.replace_layout(rule, group, tensors, memory.shape, layout, packed)
         dropped = None
         if layout is None and old is not None:  # new entries
@@ -958,8 +965,7 @@ class RuleOptimizer(_Base):
                 )
                 remedy = "Remove it from the param group, and set a larger one afterwards"
                 raise InputError(message(requirement, "a mask", remedy))
-        param_state = self.state.get(param)
-        rule = self.stored_rule_for(group, memory_of(param), param_state)
+        rule, param_state, _ = self.stored_state(param)
         if param_state and states.is_complete(rule, param_state):
             states.check_state(rule, memory_of(param), param_state)
         self.catch_up_rows(param, None)
@@ -1016,20 +1022,18 @@ class RuleOptimizer(_Base):
         for group_index, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 name = named.get(id(param)) or param_name(group, group_index, index)
+                owner, engine, reason = self.used_engines.get(id(param), (None, None, ""))
+                is_current = owner is param
+                if not is_current:
+                    engine, reason = None, ""
+                elif not reason:
+                    reason = explain_density(param, is_deferred=self.semantics == "dense")
+                # A lazy parameter refuses to tell its shape; so far its memory has no elements.
+                shape = tuple(memory_of(param).shape if is_lazy(param) else param.shape)
+                size = state_bytes(self.state.get(param))
                 deferred = self._deferred_rows(param)
                 behind = 0 if deferred is None else deferred.num_deferred()
-                used = self.used_engines.get(id(param))
-                share = 0.0
-                if getattr(param.grad, "is_sparse", False) is True:
-                    counts = count_rows(param, None)
-                    share = counts.touched / max(counts.rows, 1)
-                is_deferred = self.semantics == "dense"
-                param_state = self.state.get(param)
-                found.append(
-                    explain_param(
-                        name, param, param_state, used, behind, share, is_deferred=is_deferred
-                    )
-                )
+                found.append(ParamExplanation(name, shape, engine, reason, size, behind))
         return Explanation(tuple(found))
 
     def metrics(self) -> dict[str, int]:

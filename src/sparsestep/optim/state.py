@@ -36,15 +36,11 @@ class Records(defaultdict[Tensor, Any]):
     ``torch.distributed.checkpoint`` tests whether there is any. If not, it runs a step of zero
     gradients, as large as the tables; if some parameters have none, what it saves cannot be loaded.
     Other callers, PyKEEN for one, test whether there was a step, and get that answer.
-
-    Args:
-        records: the state so far.
-        complete: a method that creates missing state; held weakly.
     """
 
     def __init__(self, records: Mapping[Tensor, Any], complete: Callable[[], None]) -> None:
         super().__init__(dict, records)
-        self._complete = WeakMethod(complete)
+        self._complete = WeakMethod(complete)  # creates missing state
 
     def __bool__(self) -> bool:
         complete = self._complete() if is_called_by_checkpoint() else None

@@ -198,15 +198,14 @@ def _check_step(saved: Mapping[str, Any]) -> None:
 
 def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any] | None:
     """Return the state of a parameter in its shape: if it is packed, a copy."""
-    param_state: dict[str, Any] | None = optimizer.state.get(param)
-    if not param_state or param not in optimizer.store.layouts:
-        return param_state
-    group = optimizer.group_of(param)
-    rule = optimizer.stored_rule_for(group, param, param_state)
-    packed = optimizer.store.layout_of(rule, param, param_state)
-    if packed is None:
+    if param not in optimizer.store.layouts:
+        found: dict[str, Any] | None = optimizer.state.get(param)
+        return found
+    rule, param_state, packed = optimizer.stored_state(param)
+    if not param_state or packed is None:
         return param_state
     tensors = [param_state[name] for name in rule.state_names]
+    group = optimizer.group_of(param)
     values = [states.initial_value(spec, group) for spec in rule.state]
     dense = states.relayout(tensors, values, packed.shape, packed, None)
     return {**param_state, **dict(zip(rule.state_names, dense, strict=True))}
