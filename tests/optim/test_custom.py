@@ -7,6 +7,7 @@ import inspect
 import math
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -355,17 +356,22 @@ def raises(error: type[BaseException]) -> Callable[[Tensor, Tensor], Any]:
     return raising
 
 
-def with_grads(last: int) -> list[torch.nn.Parameter]:
-    """Gradients are sparse or dense; a COO gradient of a number holds the whole parameter."""
-    params = [torch.nn.Parameter(randn(*shape)) for shape in [(6, 4), (3,), (6, 3)]]
-    params.append(torch.nn.Parameter(randn(*[(6, 5), ()][last // 2])))
+LAST = list(product([(6, 5), ()], [False, True]))
+
+
+def with_grads(last: tuple[int, ...], is_dense: bool) -> list[torch.nn.Parameter]:
+    """The second gradient is dense, and that of the last parameter may be.
+
+    A COO gradient of a number has no sparse dims, and holds the whole parameter.
+    """
+    params = [torch.nn.Parameter(randn(*shape)) for shape in [(6, 4), (3,), (6, 3), last]]
     for param in params:
-        dims, rows = min(param.dim(), 1), torch.tensor([[2, 0]])
-        values = randn(2, *param.shape[1:], seed=1) if dims else torch.ones(1)
-        rows = rows if dims else torch.zeros(0, 1, dtype=torch.int64)
+        rows, values = torch.tensor([[2, 0]]), randn(2, *param.shape[1:], seed=1)
+        if not param.dim():
+            rows, values = torch.zeros(0, 1, dtype=torch.int64), torch.ones(1)
         param.grad = torch.sparse_coo_tensor(rows, values, param.shape)
-    for param in (params[1], *params[3 : 3 + last % 2]):
-        param.grad = param.grad.to_dense()
+        if param is params[1] or (is_dense and param is params[-1]):
+            param.grad = param.grad.to_dense()
     return params
 
 
@@ -384,7 +390,7 @@ def test_a_wrong_result_or_an_exception_for_the_last_param_changes_nothing():
                 value.fill_(math.nan)
             return result(new, kept_too)
 
-        params = with_grads(number % 4)
+        params = with_grads(*LAST[number % 4])
         grads = [param.grad.to_dense().clone() for param in params]
         opt = wrong([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
         for steps in range(2):

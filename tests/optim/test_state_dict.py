@@ -369,21 +369,15 @@ CASES = [
 ]
 
 
-def two_params(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        for shape in ((7, 3), (4,))
-    ]
+def two_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    shapes = ((7, 3), (4,))
+    return [nn.Parameter(torch.randn(shape, generator=seeded(1)).to(dtype)) for shape in shapes]
 
 
-def train_all(
-    optimizer: Any, params: list[torch.nn.Parameter], steps: range, *, sparse: bool = False
-) -> None:
+def train_all(optimizer: Any, params: Any, steps: range, *, sparse: bool = False) -> None:
     for step in steps:
-        generator = torch.Generator().manual_seed(step)
         for param in params:
-            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            grad = torch.randn(param.shape, generator=seeded(step)).to(param.dtype)
             param.grad = grad.to_sparse(1) if sparse else grad
         optimizer.step()
 
