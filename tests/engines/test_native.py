@@ -155,7 +155,7 @@ def test_tables_above_two_billion_slots():
 
 def colliding_slots(count: int) -> Tensor:
     """Slots side by side in the core's hash tables: see ``mix`` in native/core/dedup.cpp."""
-    slots = torch.arange(1 << 24)
+    slots = torch.arange(1 << 23)
     product = slots * (0x9E3779B97F4A7C15 - (1 << 64))
     mixed = product ^ (product >> 29 & 0x7FFFFFFFF)
     return slots[(mixed & 0xFFFFFFFF) >> 22 == 0][:count]
