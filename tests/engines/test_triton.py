@@ -13,14 +13,7 @@ import sparsestep
 from sparsestep.engines import triton as engine
 from sparsestep.errors import InputError
 from tests.subject import refused
-from tests.table import (
-    EVERY,
-    VARIANTS,
-    Variant,
-    needs_triton,
-    same_bits,
-    state_tensors,
-)
+from tests.table import EVERY, VARIANTS, Variant, needs_triton, same_bits, state_tensors
 
 pytestmark = needs_triton
 
