@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,59 +118,60 @@ Step = Callable[[int], None]
 Loop = Callable[[Training], Step]
 
 
-def plain(training: Training) -> Step:
-    def step(number: int) -> None:
-        training.optimizer.zero_grad()
-        training.backward(number)
-        training.optimizer.step()
+def each_step(work: Callable[[Training, int], None]) -> Loop:
+    """A loop that does the same in every step."""
 
-    return step
+    @functools.wraps(work)
+    def loop(training: Training) -> Step:
+        return functools.partial(work, training)
+
+    return loop
 
 
-def plain_but_overflows(training: Training) -> Step:
+@each_step
+def plain(training: Training, number: int) -> None:
+    training.optimizer.zero_grad()
+    training.backward(number)
+    training.optimizer.step()
+
+
+@each_step
+def plain_but_overflows(training: Training, number: int) -> None:
     """What a scaler's steps come to."""
-    step = plain(training)
-    return lambda number: None if number in OVERFLOWS else step(number)
+    if number not in OVERFLOWS:
+        plain(training)(number)
 
 
-def step_first(training: Training) -> Step:
+@each_step
+def step_first(training: Training, number: int) -> None:
     """The gradients are dropped after the step."""
-
-    def step(number: int) -> None:
-        training.backward(number)
-        training.optimizer.step()
-        training.model.zero_grad()
-
-    return step
+    training.backward(number)
+    training.optimizer.step()
+    training.model.zero_grad()
 
 
-def zeroed(training: Training) -> Step:
+@each_step
+def zeroed(training: Training, number: int) -> None:
     """Gradients are emptied: one that a batch does not use takes part with nothing in it."""
-
-    def step(number: int) -> None:
-        training.optimizer.zero_grad(set_to_none=False)
-        training.backward(number)
-        training.optimizer.step()
-
-    return step
+    training.optimizer.zero_grad(set_to_none=False)
+    training.backward(number)
+    training.optimizer.step()
 
 
-def closure(training: Training) -> Step:
-    def step(number: int) -> None:
-        calls = []
+@each_step
+def closure(training: Training, number: int) -> None:
+    calls = []
 
-        def close() -> Tensor:
-            calls.append(torch.is_grad_enabled())
-            training.optimizer.zero_grad()
-            loss = training.model(number)
-            loss.backward()
-            return loss
+    def close() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        training.optimizer.zero_grad()
+        loss = training.model(number)
+        loss.backward()
+        return loss
 
-        with torch.no_grad():
-            assert training.optimizer.step(close) is not None
-        assert calls == [True]
-
-    return step
+    with torch.no_grad():
+        assert training.optimizer.step(close) is not None
+    assert calls == [True]
 
 
 OVERFLOWS = (1, 4)
@@ -214,38 +216,30 @@ def in_backward(training: Training) -> Step:
     return step
 
 
-def copied(training: Training) -> Step:
+@each_step
+def copied(training: Training, number: int) -> None:
     """A deep copy goes on."""
-
-    def step(number: int) -> None:
-        if number == 3:
-            training.optimizer.zero_grad()
-            both = (training.model, training.optimizer)
-            training.model, training.optimizer = copy.deepcopy(both)
-        plain(training)(number)
-
-    return step
-
-
-def resumed(training: Training) -> Step:
-    """From a checkpoint of its own."""
-
-    def step(number: int) -> None:
-        if number == 3:
-            training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
-        plain(training)(number)
-
-    return step
-
-
-def accumulated(training: Training) -> Step:
-    def step(number: int) -> None:
+    if number == 3:
         training.optimizer.zero_grad()
-        for part in range(3):
-            training.backward(3 * number + part)
-        training.optimizer.step()
+        both = (training.model, training.optimizer)
+        training.model, training.optimizer = copy.deepcopy(both)
+    plain(training)(number)
 
-    return step
+
+@each_step
+def resumed(training: Training, number: int) -> None:
+    """From a checkpoint of its own."""
+    if number == 3:
+        training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+    plain(training)(number)
+
+
+@each_step
+def accumulated(training: Training, number: int) -> None:
+    training.optimizer.zero_grad()
+    for part in range(3):
+        training.backward(3 * number + part)
+    training.optimizer.step()
 
 
 def in_three_backwards(training: Training) -> Step:
@@ -261,14 +255,12 @@ def in_three_backwards(training: Training) -> Step:
 def changed(change: Callable[[Any], None]) -> Loop:
     """A loop that does something to the gradients before it steps."""
 
-    def loop(training: Training) -> Step:
-        def step(number: int) -> None:
-            training.optimizer.zero_grad()
-            training.backward(number)
-            change(training.model.parameters())
-            training.optimizer.step()
-
-        return step
+    @each_step
+    def loop(training: Training, number: int) -> None:
+        training.optimizer.zero_grad()
+        training.backward(number)
+        change(training.model.parameters())
+        training.optimizer.step()
 
     return loop
 
@@ -294,15 +286,13 @@ def hooked(training: Training) -> Step:
     return plain(training)
 
 
-def by_autograd_grad(training: Training) -> Step:
-    def step(number: int) -> None:
-        params = list(training.model.parameters())
-        grads = torch.autograd.grad(training.model(number), params, allow_unused=True)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        training.optimizer.step()
-
-    return step
+@each_step
+def by_autograd_grad(training: Training, number: int) -> None:
+    params = list(training.model.parameters())
+    grads = torch.autograd.grad(training.model(number), params, allow_unused=True)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    training.optimizer.step()
 
 
 def scheduled(training: Training) -> Step:
@@ -331,6 +321,6 @@ SAME: dict[Loop, Loop] = {
 # Loops for which a reference is the same loop with other modules or gradients.
 LOOPS: dict[str, Loop] = {
     **{loop.__name__: loop for loop in (plain, zeroed, accumulated, hooked, scheduled)},
-    **{f"{change.__name__}": changed(change) for change in (clip_norm, clip_value, divide)},
+    **{change.__name__: changed(change) for change in (clip_norm, clip_value, divide)},
     **{loop.__name__: loop for loop in (unscaled_and_clipped, in_backward, in_three_backwards)},
 }

@@ -266,7 +266,13 @@ def test_the_board_notices_what_has_become_worse_and_the_page_shows_the_results(
         assert all("published" in each for each in missed)
 
 
-def test_patterns_that_change_learn_more_than_a_fixed_one(run: Run):
-    printed = run("dynamic_sparsity.py")
+@pytest.mark.usefixtures("one_thread")
+def test_patterns_that_change_learn_more_than_a_fixed_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    example = loaded("dynamic_sparsity")
+    monkeypatch.setattr(example, "STEPS", 300)
+    assert example.main() == 0
+    printed = capsys.readouterr().out
     fixed, _, rigl = (float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed))
     assert rigl < 0.2 * fixed

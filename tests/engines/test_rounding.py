@@ -16,13 +16,7 @@ from torch import Tensor
 import sparsestep
 from sparsestep.engines import rounding
 from sparsestep.optim import OPTIMIZERS
-from tests.table import (
-    INSTRUCTION_SETS,
-    each_engine,
-    running_on,
-    same_bits,
-    state_tensors,
-)
+from tests.table import INSTRUCTION_SETS, each_engine, running_on, same_bits, state_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HALVES = [torch.bfloat16, torch.float16]

@@ -12,7 +12,8 @@ from torch import Tensor
 import sparsestep
 from sparsestep.engines import base, replay
 from sparsestep.engines import torch_fused as torch_kernels
-from sparsestep.engines.replay import CannotReplayError, Recording, Replay, pieces
+from sparsestep.engines.replay import CannotReplayError, Recording, Replay
+from tests.subject import refused
 from tests.table import COUNTERPARTS, same_bits, saved_state
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -107,15 +108,6 @@ def test_a_kernel_that_reads_numbers_cannot_be_replayed():
         first.mul_(2).item()
 
 
-def test_pieces_of_tensors_that_lie_apart():
-    tensors = [torch.arange(12).view(4, 3)[:, :2], torch.arange(8).view(2, 4).T]
-    found = [[part.tolist() for part in parts] for parts in pieces(tensors, 4)]
-    assert found == [
-        [[[0, 1], [3, 4]], [[0, 4], [1, 5]]],
-        [[[6, 7], [9, 10]], [[2, 6], [3, 7]]],
-    ]
-
-
 def test_what_fails_for_good_is_raised(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(base, "_MOST_FAILURES", 3)
     attempts = []
@@ -170,9 +162,8 @@ def test_an_option_that_the_formula_does_not_read_must_be_a_number(fused: bool):
     param.grad = torch.ones(3, 2)
     for value in ((), "x", None, [0.1]):
         optimizer.param_groups[0]["dampening"] = value
-        with pytest.raises(sparsestep.InputError, match="dampening"):
+        with refused(optimizer, match="dampening"):
             optimizer.step()
-    assert bool((param == 1).all())
 
 
 def test_a_count_that_is_none_is_refused_before_the_kernel_runs():
@@ -182,7 +173,5 @@ def test_a_count_that_is_none_is_refused_before_the_kernel_runs():
         param.grad = torch.ones(4, 3)
         optimizer.step()
         optimizer.state[param]["step"].fill_(count)
-        before = param.detach().clone()
-        with pytest.raises(sparsestep.InputError, match="number of steps taken"):
+        with refused(optimizer, match="number of steps taken"):
             optimizer.step()
-        assert same_bits(param.detach(), before)

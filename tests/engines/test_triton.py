@@ -13,14 +13,7 @@ import sparsestep
 from sparsestep.engines import triton as engine
 from sparsestep.errors import InputError
 from tests.subject import refused
-from tests.table import (
-    EVERY,
-    VARIANTS,
-    Variant,
-    needs_triton,
-    same_bits,
-    state_tensors,
-)
+from tests.table import EVERY, VARIANTS, Variant, needs_triton, same_bits, state_tensors
 
 pytestmark = needs_triton
 
@@ -204,26 +197,24 @@ def test_a_bad_index_changes_nothing(index: int):
         optimizer.step()
 
 
-def test_strides_and_state_in_int8_are_refused():
-    for weight, options, words in (
-        (torch.ones(3, 4).T, {}, "contiguous"),
-        (torch.ones(4, 3), {"state_dtype": torch.int8}, "torch.int8"),
-    ):
-        param = torch.nn.Parameter(weight)
-        param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3))
-        with pytest.raises(InputError, match=words):
-            sparsestep.Adam([param], engine="triton", **options).step()
+@sparsestep.rule()
+def branching(param, grad, *, lr=0.1):
+    return param - lr * grad if bool(grad > 0) else param
 
 
-def test_a_formula_has_to_be_one_that_can_be_recorded():
-    @sparsestep.rule()
-    def by_hand(param, grad, *, lr=0.1):
-        return param - lr * grad if bool(grad > 0) else param
-
-    param = torch.nn.Parameter(torch.ones(4, 3))
-    optimizer = by_hand([param], engine="triton")
-    param.grad = torch.ones(4, 3)
-    with pytest.raises(InputError, match="'by_hand': it branches on values"):
+@pytest.mark.parametrize(
+    ("cls", "weight", "options", "words"),
+    [
+        (sparsestep.Adam, torch.ones(3, 4).T, {}, "contiguous"),
+        (sparsestep.Adam, torch.ones(4, 3), {"state_dtype": torch.int8}, "torch.int8"),
+        (branching, torch.ones(4, 3), {}, "'branching': it branches on values"),
+    ],
+)
+def test_what_a_kernel_cannot_be_printed_for(cls: Any, weight: Tensor, options: Any, words: str):
+    param = torch.nn.Parameter(weight)
+    param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (4, 3))
+    optimizer = cls([param], engine="triton", **options)
+    with refused(optimizer, match=words):
         optimizer.step()
 
 

@@ -80,25 +80,23 @@ def trained(optimizer: Any, device: torch.device, **options: Any) -> tuple[list[
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "SparseAdam", "RowwiseAdagrad", "SGD"])
-def test_a_step_waits_once_for_all_parameters(name: str):
+def test_a_step_waits_once_for_all_parameters_and_the_reference_engine_once_for_each(name: str):
     optimizer = getattr(sparsestep, f"Functional{name}")
     with elsewhere():
         there, seen = trained(optimizer, DEVICE, engine="triton")
+        tables, others = trained(optimizer, DEVICE, engine="reference")
     assert seen.waits == ["aten::_to_copy"]
+    assert others.waits == ["aten::_to_copy"] * len(tables)
     assert not set(seen.operations) & set(UNORDERED)
+    assert not set(others.operations) & {"aten::index_add_", "aten::scatter_add_"}
+    assert_trained_here(there, optimizer)
+
+
+def assert_trained_here(there: list[Tensor], optimizer: Any) -> None:
     here, _ = trained(optimizer, torch.device("cpu"), engine="triton")
     for ours, wanted in zip(there, here, strict=True):
         assert isinstance(ours, Elsewhere)
         assert same_bits(ours.inner, wanted)
-
-
-@pytest.mark.parametrize("name", ["Adagrad", "SparseAdam", "RowwiseAdagrad", "SGD"])
-def test_the_reference_engine_waits_once_for_a_parameter(name: str):
-    optimizer = getattr(sparsestep, f"Functional{name}")
-    with elsewhere():
-        there, seen = trained(optimizer, DEVICE, engine="reference")
-    assert seen.waits == ["aten::_to_copy"] * len(there)
-    assert not set(seen.operations) & {"aten::index_add_", "aten::scatter_add_"}
 
 
 def capturable(params: Any, **options: Any) -> Any:
@@ -114,10 +112,7 @@ def test_a_capturable_step_never_waits():
     with elsewhere():
         there, seen = trained(capturable, DEVICE, engine="triton")
     assert seen.waits == []
-    here, _ = trained(sparsestep.FunctionalSGD, torch.device("cpu"), engine="triton")
-    for ours, wanted in zip(there, here, strict=True):
-        assert isinstance(ours, Elsewhere)
-        assert same_bits(ours.inner, wanted)
+    assert_trained_here(there, sparsestep.FunctionalSGD)
 
 
 def test_a_capturable_step_writes_nothing_if_an_index_is_bad(monkeypatch: pytest.MonkeyPatch):

@@ -38,7 +38,6 @@ long sparsestep_faults_disarm(void) {
     return atomic_load(&seen);
 }
 
-long sparsestep_faults_count(void) { return atomic_load(&seen); }
 long sparsestep_faults_failed(void) { return atomic_load(&failed); }
 
 static int fails(size_t bytes) {

@@ -89,12 +89,11 @@ class Allocations:
         try:
             self._arm = process.sparsestep_faults_arm
             self._disarm = process.sparsestep_faults_disarm
-            self._count = process.sparsestep_faults_count
             self._failed = process.sparsestep_faults_failed
         except AttributeError:
             raise RuntimeError("Allocations: start the process with `run`.") from None
         self._arm.argtypes = [ctypes.c_long, ctypes.c_size_t, ctypes.c_int]
-        for function in (self._disarm, self._count, self._failed):
+        for function in (self._disarm, self._failed):
             function.restype = ctypes.c_long
 
     def arm(self, nth: int, min_bytes: int = 0, persistent: bool = False) -> None:
@@ -112,11 +111,6 @@ class Allocations:
     def disarm(self) -> int:
         """Fail no more; the number of allocations counted since ``arm``."""
         return self._disarm()
-
-    @property
-    def count(self) -> int:
-        """The number of allocations counted since ``arm``."""
-        return self._count()
 
     @property
     def failed(self) -> int:

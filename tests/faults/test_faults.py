@@ -1,4 +1,4 @@
-"""One fault in an operation of every kind; ``make faults`` has the rest."""
+"""One fault in an operation of every kind, and the injectors; ``make faults`` has the rest."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from tests.faults import planted
+from tests.faults import allocations, planted
 from tests.faults.allocations import ROOT, shim
+from tests.faults.ranks import is_aborted
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or shim() is None,
@@ -61,3 +62,52 @@ def test_defects_are_found():
         ("alone", "allocation"),
     }
     assert "guarded" not in {operation for operation, _ in found}
+
+
+# At last a thread has no memory for its state, which ends the process with last words.
+SCRIPT = """
+import ctypes, torch
+from tests.faults.allocations import Allocations, is_out_of_memory
+
+allocations = Allocations()
+for persistent, failures in (False, 1), (True, 3):
+    allocations.arm(2, min_bytes=1 << 20, persistent=persistent)
+    results = []
+    for _ in range(4):
+        try:
+            results.append(torch.empty(1 << 20))
+        except RuntimeError as error:
+            assert is_out_of_memory(error), error
+            results.append(None)
+    assert allocations.disarm() == 4
+    assert allocations.failed == failures
+    assert [r is None for r in results] == [False, True, persistent, persistent]
+    torch.empty(1 << 20)
+
+allocations.arm(1, min_bytes=1 << 20)
+try:
+    bytearray(1 << 21)
+    raise AssertionError("not failed")
+except MemoryError:
+    pass
+assert allocations.disarm() == 1
+print("done", flush=True)
+
+new, interpreter = ctypes.pythonapi.PyThreadState_New, ctypes.pythonapi.PyInterpreterState_Get
+new.restype = interpreter.restype = ctypes.c_void_p
+new.argtypes = [ctypes.c_void_p]
+current = interpreter()
+allocations.arm(1, min_bytes=256)
+new(current)
+"""
+
+
+def test_the_nth_allocation_fails():
+    result = allocations.run("-c", SCRIPT)
+    assert result.stdout == "done\n", result.stderr
+    assert is_aborted(result.stderr)
+
+
+def test_a_process_without_the_library_says_so():
+    with pytest.raises(RuntimeError, match="start the process with `run`"):
+        allocations.Allocations()

@@ -14,7 +14,15 @@ from torch import Tensor
 from sparsestep import InputError, _native
 from tests.fuzz.findings import check_refusal, is_taken
 from tests.generate.grads import Drawn, Kind, any_grad
-from tests.generate.params import any_class, any_dtype, any_mask, any_options, any_param, written
+from tests.generate.params import (
+    any_class,
+    any_dtype,
+    any_mask,
+    any_options,
+    any_param,
+    two_groups,
+    written,
+)
 from tests.generate.source import Source
 from tests.oracle import FindingError
 from tests.subject import Snapshot, Subject, by_hand_class
@@ -27,33 +35,23 @@ Say = Callable[[str], None]
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _set(setter: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    setter(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        setter(before)
 
 
 _AROUND: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "torch.device('meta')": lambda: torch.device("meta"),
-    "default dtype float64": lambda: _default_dtype(torch.float64),
-    "default dtype float16": lambda: _default_dtype(torch.float16),
+    "default dtype float64": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
+    "default dtype float16": lambda: _set(torch.set_default_dtype, torch.float16, torch.float32),
     "no_grad": torch.no_grad,
     "enable_grad": torch.enable_grad,
     "inference_mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "deterministic algorithms": _deterministic,
+    "deterministic algorithms": lambda: _set(torch.use_deterministic_algorithms, True, False),
     "sparse invariants checked": torch.sparse.check_sparse_tensor_invariants,
     "profiler": torch.autograd.profiler.profile,
 }
@@ -102,11 +100,7 @@ class World(Subject):
             self.front = by_hand_class(self.cls)(self.params, **given)
             self._mask_some(self.front.param_group)
         else:
-            half = (len(self.params) + 1) // 2
-            groups: list[dict[str, Any]] = [{"params": self.params[:half]}]
-            if self.params[half:]:
-                groups.append({"params": self.params[half:], "lr": 0.05})
-            self.front = self.cls(groups, **given)
+            self.front = self.cls(two_groups(self.params), **given)
             for group in self.groups:
                 self._mask_some(group)
         self.say(f"{type(self.front).__name__}({written(given)})")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.generate.grads import Drawn, Kind, any_grad
-from tests.generate.params import DTYPES, any_mask, any_param
+from tests.generate.params import DTYPES, any_mask, any_param, two_groups
 from tests.generate.source import DrawnSource
 from tests.subject import Subject, by_hand_class
 from tests.table import Variant
@@ -110,11 +110,7 @@ class Case:
         return Subject(front)
 
     def groups(self, params: list[Any]) -> list[dict[str, Any]]:
-        half = (len(params) + 1) // 2
-        groups: list[dict[str, Any]] = [{"params": params[:half]}]
-        if params[half:]:
-            groups.append({"params": params[half:], "lr": 0.05})
-        return groups
+        return two_groups(params)
 
     def run(self, variant: Variant, engine: str) -> Subject:
         """Take all steps."""

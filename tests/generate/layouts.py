@@ -66,36 +66,31 @@ class Entries:
 
     def stored(self, dtype: torch.dtype, *, by_row: bool = False) -> dict[str, Stored]:
         """Every way to store it that there is; ``by_row`` without masks of elements."""
-        found = {
-            "coo": (self.coo(dtype), None),
-            "coo unsorted": (self.unsorted_coo(dtype), None),
-            "csr": (self.compressed(torch.sparse_csr, dtype), None),
-            "csr int32": (self.compressed(torch.sparse_csr, dtype, indices=torch.int32), None),
-            "csr strides": (self.compressed(torch.sparse_csr, dtype, strides=True), None),
-            "csc": (self.compressed(torch.sparse_csc, dtype), None),
-            **{name: (grad, None) for name, grad in self._blocked(dtype)},
-            **{name: (grad, None) for name, grad in self._by_hand(dtype)},
+        grads: dict[str, AnyGradient] = {
+            "coo": self.coo(dtype),
+            "coo unsorted": self.unsorted_coo(dtype),
+            "csr": self.compressed(torch.sparse_csr, dtype),
+            "csr int32": self.compressed(torch.sparse_csr, dtype, indices=torch.int32),
+            "csr strides": self.compressed(torch.sparse_csr, dtype, strides=True),
+            "csc": self.compressed(torch.sparse_csc, dtype),
+            **dict(self._blocked(dtype)),
+            **dict(self._by_hand(dtype)),
         }
         for rows in (None, torch.arange(len(self.held))):
-            values, mask = self._strided(dtype), self.held
-            grad = IndexedGrad(rows, values, element_mask=mask)
-            found[f"indexed, elements masked, {rows is None}"] = (grad, None)
+            grad = IndexedGrad(rows, self._strided(dtype), element_mask=self.held)
+            grads[f"indexed, elements masked, {rows is None}"] = grad
         if dtype in (torch.float16, torch.float32, torch.float64):  # what torch's class takes
-            found |= {name: (grad, None) for name, grad in self._masked(dtype)}
-        if not by_row:
-            found["strided, elements masked"] = (self._strided(dtype), self.held)
+            grads |= dict(self._masked(dtype))
+        masks = {} if by_row else {"strided, elements masked": self.held}
         if self.rows is not None:
-            found["strided, rows masked"] = (self._strided(dtype), self.held[:, 0])
-            values = self.values[self.rows]
-            found["coo rows"] = (
-                coalesced(self.rows[None], values.to(dtype), self.held.shape),
-                None,
-            )
+            masks["strided, rows masked"] = self.held[:, 0]
+            values, shape = self.values[self.rows], self.held.shape
+            grads["coo rows"] = coalesced(self.rows[None], values.to(dtype), shape)
             rows, values = self.scattered(self.rows, values)
-            unsorted = coalesced(rows[None], values.to(dtype), self.held.shape)
-            found["coo rows unsorted"] = (unsorted, None)
-            found["touched rows"] = (IndexedGrad(rows.int(), values.to(dtype)), None)
-        return found
+            grads["coo rows unsorted"] = coalesced(rows[None], values.to(dtype), shape)
+            grads["touched rows"] = IndexedGrad(rows.int(), values.to(dtype))
+        found: dict[str, Stored] = {name: (grad, None) for name, grad in grads.items()}
+        return found | {name: (self._strided(dtype), mask) for name, mask in masks.items()}
 
     def coo(self, dtype: torch.dtype) -> Tensor:
         return coalesced(self.held.nonzero().t(), self.values[self.held].to(dtype), self.held.shape)
@@ -139,29 +134,19 @@ class Entries:
         yield "masked strides", transposed
         # The layouts inside hold more than the mask lets through.
         more = self.held | (torch.rand(shape, generator=self.generator) < 0.2)
-        places = more.nonzero().t()
-        yield (
-            "masked coo",
-            masked_tensor(
-                coalesced(places, data[more], shape), coalesced(places, self.held[more], shape)
-            ),
-        )
         rows = more.any(1).nonzero().squeeze(1)
-        yield (
-            "masked coo rows",
-            masked_tensor(
-                coalesced(rows[None], data[rows], shape),
-                coalesced(rows[None], self.held[rows], shape),
-            ),
-        )
+        for name, chosen, indices in (
+            ("masked coo", more, more.nonzero().t()),
+            ("masked coo rows", rows, rows[None]),
+        ):
+            parts = (coalesced(indices, each[chosen], shape) for each in (data, self.held))
+            yield name, masked_tensor(*parts)
         starts, columns, _ = compress(data[None], more, torch.sparse_csr)
-        yield (
-            "masked csr",
-            masked_tensor(
-                torch.sparse_csr_tensor(starts, columns, data[more], shape),
-                torch.sparse_csr_tensor(starts, columns, self.held[more], shape),
-            ),
+        parts = (
+            torch.sparse_csr_tensor(starts, columns, each[more], shape)
+            for each in (data, self.held)
         )
+        yield "masked csr", masked_tensor(*parts)
 
     def _by_hand(self, dtype: torch.dtype) -> Iterator[tuple[str, IndexedGrad]]:
         flat, numel = self.held.reshape(-1), self.held.numel()

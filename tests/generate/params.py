@@ -109,6 +109,13 @@ def any_mask(chance: Source, param: Tensor, *, by_row: bool = False) -> Tensor:
     return chance.flags(shape, chance.pick([0.0, 0.5, 0.5, 0.5, 1.0]))
 
 
+def two_groups(params: list[Any]) -> list[dict[str, Any]]:
+    """Param groups with different learning rates; one, if there is one parameter."""
+    half = (len(params) + 1) // 2
+    groups: list[dict[str, Any]] = [{"params": params[:half]}]
+    return [*groups, {"params": params[half:], "lr": 0.05}] if params[half:] else groups
+
+
 # Options
 
 
