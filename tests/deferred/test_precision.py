@@ -51,8 +51,8 @@ def assert_no_worse(
         assert our[name][1] <= slack * their[name][1], (name, our, their)
 
 
-def test_four_thousand_steps_are_nearer_to_the_exact_run_than_those_of_torch():
-    run = Run(4000, (200, 8), peak=0.01, most=24, tail=4.0)
+def test_a_long_run_is_nearer_to_the_exact_one_than_torchs():
+    run = Run(1500, (200, 8), peak=0.01, most=24, tail=4.0)
     exact, theirs = (
         dense_run(torch.optim.AdamW, run, dtype, weight_decay=0.01)
         for dtype in (torch.float64, torch.float32)

@@ -22,6 +22,9 @@ from tests.table import FEW, Variant, same_bits
 pytestmark = pytest.mark.usefixtures("needs_extension")
 
 
+DECAYING = Variant(sparsestep.AdamW, {"weight_decay": 0.1})
+
+
 def batch(*numbers: int) -> Tensor:
     return torch.tensor(numbers)
 
@@ -77,9 +80,9 @@ def test_ids_are_admitted_when_they_have_been_seen_often_enough():
 
 
 @pytest.mark.parametrize("semantics", ["masked", "dense"])
-@pytest.mark.parametrize("variant", FEW, ids=str)
+@pytest.mark.parametrize("variant", [*FEW, DECAYING], ids=str)
 def test_a_reassigned_row_starts_over(variant: Variant, semantics: str):
-    """Table and state are those of a row that was never used."""
+    """Table and state are those of a row that was never used; it decays from now on."""
     if semantics == "dense" and variant.rule.idle_update is None:
         return
     loop, new = (Loop(4, variant, semantics, evict="lru") for _ in range(2))
