@@ -161,6 +161,8 @@ def test_a_folder_without_a_checkpoint_is_refused(here: Training, tmp_path: Path
     with ignore_dcp_warnings():
         torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp")
     refuse(here, tmp_path / "dcp", MANIFEST)
+    with pytest.raises(sparsestep.InputError, match="must be a str or"):
+        here.load(None)  # type: ignore[arg-type]
 
 
 def test_torch_reads_the_tensors(folder: Path):
