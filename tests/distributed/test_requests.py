@@ -163,7 +163,7 @@ def test_inputs_and_outputs_may_be_written_to(kind: Any):
     shard(collection, plan=kind)
     for found in collection([torch.tensor([[1, 2]])] * 2):
         found.relu_().sum().backward()
-    with pytest.raises(sparsestep.InputError):
+    with pytest.raises(sparsestep.InputError, match="must not require a gradient"):
         table(torch.tensor([[1, 2]]), None, torch.ones(1, 2, requires_grad=True))
 
 

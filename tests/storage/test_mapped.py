@@ -207,10 +207,11 @@ def test_refused_arguments_leave_no_file_and_no_change(tmp_path: Path, monkeypat
         ("new", {"shape": (2.5,)}),
         ("new", {"optimizer": sparsestep.SGD([table])}),
         ("table", {"optimizer": sparsestep.SGD}),
-        ("plain", {"optimizer": adam}),
     ):
         with pytest.raises(sparsestep.InputError):
             mapped(tmp_path / name, **{"shape": (ROWS, DIM), **wrong})
+    with pytest.raises(sparsestep.InputError, match="where a row has room for none"):
+        mapped(tmp_path / "plain", (ROWS, DIM), optimizer=adam)
     monkeypatch.setattr(sparsestep.memory.mapped_file, "ext", None)
     with pytest.raises(sparsestep.InputError, match="needs the compiled extension"):
         mapped(tmp_path / "new", (ROWS, DIM))
