@@ -26,7 +26,6 @@ import shutil
 import subprocess
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -154,7 +153,7 @@ def tables(kind: str, folder: Path, rows: int, optimizer: str) -> dict[str, Tens
         beside = file_of(tensor)
         assert beside is not None
         if name != "table":
-            file.state_files[name] = weakref.ref(beside)
+            file.state_files[name] = beside
     return found
 
 

@@ -156,7 +156,7 @@ class Tracking:
         self._undo: list[Callable[[], None]] = []
         if optimizer is None:
             return
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        known = set(map(id, optimizer.params()))
         _check_model(optimizer, model, known)
         tables = {id(p): p for p in _trackable_params(model) if id(p) in known}
         self._hook_state_dict(model)
@@ -255,10 +255,9 @@ class Tracking:
     def __deepcopy__(self, memo: dict[int, Any]) -> Tracking:
         if self._optimizer is not None:
             self._optimizer.catch_up()
-            for group in self._optimizer.param_groups:
-                for param in group["params"]:
-                    if id(param) in memo:  # copied before it was current
-                        memo[id(param)].copy_(param)
+            for param in self._optimizer.params():
+                if id(param) in memo:  # copied before it was current
+                    memo[id(param)].copy_(param)
         return _untracked()
 
     def __reduce__(self) -> Any:
@@ -282,13 +281,9 @@ def _param_aliased_by(optimizer: Any, weight: Tensor) -> Tensor:
     """The optimizer's parameter that a tensor aliases, as ``functional_call`` passes them."""
     if not optimizer.deferred or id(weight) in optimizer.deferred or weight.is_meta:
         return weight
-    address = weight.data_ptr()
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.data_ptr() == address and param.shape == weight.shape and address:
-                found: Tensor = param
-                return found
-    return weight
+    address, params = weight.data_ptr(), optimizer.params()
+    found = (p for p in params if address and p.data_ptr() == address and p.shape == weight.shape)
+    return next(found, weight)
 
 
 def _trackable_params(model: nn.Module) -> Iterator[Tensor]:

@@ -83,7 +83,7 @@ class MappedFile(mmap.mmap):
     layout: RowLayout
     address: int  # of the table's first element
     # Files of state that is not in the rows, by name, the latest of each.
-    state_files: dict[str, weakref.ref[MappedFile]]
+    state_files: weakref.WeakValueDictionary[str, MappedFile]
     # Whether each row was written since the last checkpoint; None if no checkpoint needs it.
     dirty_rows: Tensor | None = None
     # The table's version counter after the last write that was announced.
@@ -104,7 +104,7 @@ class MappedFile(mmap.mmap):
         """Complete a new mapping, and make its tensors known."""
         self.path, self.descriptor = path, os.dup(descriptor)
         self.header, self.layout = header, header.layout
-        self.state_files, self._memory = {}, weakref.WeakValueDictionary()
+        self.state_files, self._memory = (weakref.WeakValueDictionary() for _ in range(2))
         self.advise("RANDOM")
         pages = torch.Size([-(-header.file_bytes // mmap.PAGESIZE)])
         cpu = torch.device("cpu")
@@ -220,10 +220,8 @@ class MappedFile(mmap.mmap):
         self.num_prefetched += _core.prefetch_rows(rows, *self.rows, base, self.prefetched)
         if self.num_prefetched > _MAX_PREFETCHED:
             self._forget_prefetched()
-        for reference in self.state_files.values():
-            file = reference()
-            if file is not None:
-                file.prefetch(rows)
+        for file in self.state_files.values():
+            file.prefetch(rows)
 
     def _forget_prefetched(self) -> None:
         self.prefetched.zero_()
@@ -469,7 +467,7 @@ def new_state(
         found, tensor = file, file.tensor(name)
     else:
         found = open_file(f"{file.path}.{name}", shape, dtype, replace=True)
-        file.state_files[name] = weakref.ref(found)
+        file.state_files[name] = found
         tensor = found.tensor()
     if value != 0:
         found.reserve(None)
@@ -551,10 +549,9 @@ def copy_state(
     file, source = _table_file(param), file_of(value)
     if file is None:
         return None
-    if source is not None and value.dtype == dtype:
-        beside = file.state_files.get(name)
-        if _is_in_row(file, name, value) or (beside is not None and beside() is source):
-            return value.detach()
+    is_beside = source is not None and file.state_files.get(name) is source
+    if value.dtype == dtype and (is_beside or _is_in_row(file, name, value)):
+        return value.detach()
     field = RowField(tuple(value.shape[1:]), dtype)
     if _is_in_row(file, name, replaced) and file.header.state.get(name) == field:
         path = f"{file.path}.{name}.loading"
