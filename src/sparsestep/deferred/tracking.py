@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsestep._torch import (
+    assume_constant_result,
     hook_averaged_models,
     is_exporting,
     own_parameters,
@@ -50,6 +51,34 @@ def catch_up_tracked(param: Tensor, ids: Any) -> None:
         optimizer = owner()
         if optimizer is not None:
             optimizer.catch_up_rows(param, inside)
+
+
+_read_in_graphs: Any = WeakIdKeyDictionary()  # parameters, by rows or as a whole
+_hooked: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that keep them current
+
+
+@assume_constant_result
+def _keep_current(module: nn.Module) -> None:
+    """Catch up all rows that a module reads now and after each step.
+
+    Called by the compiler when it traces the module: no code of ours runs in its graph.
+    """
+    for param in own_parameters(module).values():
+        for owner in () if param is None else _trackers.get(param, ()):
+            optimizer: Any = owner()
+            if optimizer is not None:
+                optimizer.catch_up_rows(param, None)
+                _read_in_graphs[param] = True
+                if optimizer not in _hooked:
+                    _hooked.add(optimizer)
+                    optimizer.register_step_post_hook(_catch_up_read_in_graphs)
+
+
+def _catch_up_read_in_graphs(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in _read_in_graphs:
+                optimizer.catch_up_rows(param, None)
 
 
 def warn_if_tracked_elsewhere(name: str, params: Iterable[Tensor]) -> None:
@@ -181,6 +210,8 @@ class Tracking:
             torch.compiler.reset()
 
     def _hook_forward(self, module: nn.Module, *, own: bool) -> None:
+        if hasattr(type(module), "catches_up"):  # its arguments may be no ids
+            return
         if hasattr(type(module), "rows_read"):
             before: Any = self._before_declared_reads
         elif not own:
@@ -218,11 +249,11 @@ class Tracking:
             self._read(weight, ids)
 
     def _before_dense_read(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling() and not is_exporting():
+            _keep_current(module)
+            return
         reader = type(module).__name__ if torch.is_grad_enabled() else None
-        if torch.compiler.is_compiling():
-            torch.compiler.disable(self._catch_up_module)(module, reader)
-        else:
-            self._catch_up_module(module, reader)
+        self._catch_up_module(module, reader)
 
     def _catch_up_module(self, module: nn.Module, reader: str | None = None) -> None:
         optimizer = self._optimizer
