@@ -239,7 +239,7 @@ for name in dir(config):  # which would be random
         setattr(config, name, 0.0)
 config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 0, 1
 config.use_cache, config.tie_word_embeddings, config.decoder_start_token_id = False, IS_TIED, 0
-heads = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+heads = ("ForMaskedLM", "ForConditionalGeneration", "ForCausalLM", "LMHeadModel")
 head = next(name for name in heads if hasattr(transformers, KIND.removesuffix("Text") + name))
 torch.manual_seed(0)
 model = getattr(transformers, KIND.removesuffix("Text") + head)(config).double()
@@ -248,7 +248,7 @@ def batch(step):
     ids = torch.randint(2, 50, (2, 6), generator=torch.Generator().manual_seed(step))
     return dict(input_ids=ids, labels=ids)
 
-runs = []
+runs, weights = [], []
 for make in (
     lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
     lambda model: sparsestep.nn.optimizer_for(model, sparsestep.AdamW, lr=1e-3),
@@ -261,6 +261,8 @@ for make in (
         losses[-1].backward()
         optimizer.step()
     runs.append(torch.stack(losses).detach())
+    weights.append({{name: value.clone() for name, value in trained.state_dict().items()}})
+torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-9)  # losses are float32
 print("difference", float((runs[0] - runs[1]).abs().max()))
 fused = [n for n, m in trained.named_modules() if isinstance(m, sparsestep.nn.Embedding)]
 assert [name for name in fused if "bias" not in name] == TABLES, fused
@@ -324,7 +326,7 @@ def test_one_line_for_a_model_of_transformers(case: tuple[object, ...]):
     assert ("one graph" in printed) != (case[0] in NO_GRAPH)
 
 
-NO_GRAPH = {"GPT2"}  # which torch 2.13 does not compile as a whole, whatever its tables
+NO_GRAPH = {"GPT2", "OPT"}  # which torch 2.13 does not compile as a whole, whatever its tables
 
 
 def resolved(cls: type) -> Iterator[type]:

@@ -511,6 +511,7 @@ class Reader(nn.Module):
         return found * self.scale + self.weight.detach().mean()
 
 
+@pytest.mark.filterwarnings("ignore:sparsestep. Reader holds a table")
 def test_a_tracked_model_with_other_modules_is_one_graph():
     """Rows that they read are current, though none of our code runs in the graph."""
     results = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.nn import NgramEmbedding, optimizer_for
+from tests.ranks import Rank, ranks
 from tests.table import same_bits
+from tests.torch_versions import needs_means_over_gloo
 
 TOKENS, DIM, ROWS = 30, 4, 101
 ROWWISE = partial(sparsestep.RowwiseAdam, lr=0.02, betas=(0.0, 0.99))
@@ -243,3 +246,66 @@ def test_what_is_refused_leaves_the_model_alone(options: dict[str, Any]):
         optimizer_for(model, sparsestep.AdamW, **options)
     assert list(map(type, model.modules())) == before
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_half_precision_tables_move_on_average():
+    """Each update is less than half of the distance to the next bfloat16."""
+    means = []
+    for is_random in (False, True):
+        torch.manual_seed(0)
+        weight = torch.ones(64, 64, dtype=torch.bfloat16)
+        model = nn.Sequential(NgramEmbedding(64, 64, orders=[1], weight=weight))
+        rounding = partial(ROWWISE, lr=1e-4, stochastic_rounding=is_random)
+        opt = optimizer_for(model, sparsestep.AdamW, semantics="masked", tables=rounding)
+        for _ in range(20):
+            opt.zero_grad()
+            model(torch.arange(200).view(1, 200)).sum().backward()
+            opt.step()
+        touched = model[0].rows(torch.arange(200).view(1, 200)).unique()
+        means.append(float(model[0].weight.detach()[touched].double().mean()))
+    assert means[0] == 1.0
+    assert abs(means[1] - (1 - 20e-4)) < 3e-4
+
+
+class Memory(nn.Module):
+    """A table that can be sharded, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.memory = NgramEmbedding(ROWS, DIM)
+        self.body = nn.Linear(DIM, DIM)
+        self.head = nn.Linear(DIM, TOKENS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.memory(ids)))
+
+
+@needs_means_over_gloo
+@ranks(2)
+@pytest.mark.parametrize("layers", ["DDP", "FSDP2"])
+def test_layers_on_ranks_beside_sharded_tables(rank: Rank, layers: str):
+    """Ranks have the same batch, so they train as one process does."""
+    ids, outputs = torch.randint(TOKENS, (2, 7)), []
+    for is_sharded in (False, True):
+        model: Any = Memory()
+        run = model
+        if is_sharded:
+            sparsestep.distributed.shard(model, plan="rows")
+            if layers == "DDP":
+                run = nn.parallel.DistributedDataParallel(model)
+            else:
+                from torch.distributed.fsdp import fully_shard
+                from torch.distributed.tensor import init_device_mesh
+
+                mesh = init_device_mesh("cpu", (2,))
+                for layer in (model.body, model.head):
+                    fully_shard(layer, mesh=mesh)
+        optimizer = optimizer_for(model, sparsestep.AdamW, lr=0.01, tables=ROWWISE)
+        assert [group["optimizer"] for group in optimizer.param_groups] == ["AdamW", "RowwiseAdam"]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+            train(run, optimizer)
+            outputs.append(run(ids).detach())
+    torch.testing.assert_close(*outputs)
+    assert not torch.allclose(outputs[0], Memory()(ids))
