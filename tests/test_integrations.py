@@ -239,7 +239,7 @@ for name in dir(config):  # which would be random
         setattr(config, name, 0.0)
 config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 0, 1
 config.use_cache, config.tie_word_embeddings, config.decoder_start_token_id = False, IS_TIED, 0
-heads = ("ForMaskedLM", "ForConditionalGeneration", "ForCausalLM", "LMHeadModel")
+heads = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 head = next(name for name in heads if hasattr(transformers, KIND.removesuffix("Text") + name))
 torch.manual_seed(0)
 model = getattr(transformers, KIND.removesuffix("Text") + head)(config).double()

@@ -516,7 +516,9 @@ def test_a_tracked_model_with_other_modules_is_one_graph():
     """Rows that they read are current, though none of our code runs in the graph."""
     results = []
     for is_compiled in (False, True):
-        model = model_of(lambda: Embedding(ROWS, DIM), Reader)
+        model = model_of(lambda: Embedding(ROWS, DIM), Reader, lambda: nn.Embedding(ROWS, DIM))
+        model.head = nn.Linear(DIM, ROWS, bias=False)
+        model.head.weight = model.tables[2].weight  # tied, so it is torch's module that looks up
         opt = sparsestep.nn.optimizer_for(model, sparsestep.AdamW, lr=0.1)
         run, losses = (compiled(model) if is_compiled else model), []
         for seed in range(6):

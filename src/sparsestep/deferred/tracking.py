@@ -236,6 +236,9 @@ class Tracking:
     ) -> None:
         if _is_in_graph(module, args, kwargs):
             return
+        if torch.compiler.is_compiling() and not is_exporting() and not module.sparse:
+            _keep_current(module)  # torch's own, whose rows are rarely behind
+            return
         weight = module.weight
         assert isinstance(weight, Tensor)
         self._read(weight, args[0] if args else kwargs.get("input"))
