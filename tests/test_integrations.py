@@ -227,6 +227,108 @@ def test_the_trainer_trains_new_rows_and_nothing_else():
     assert in_the_gallery("new_tokens", printed)
 
 
+# One tiny model with random weights: dense AdamW, optimizer_for in one line, and one graph.
+ARCHITECTURE = """
+import copy, sys, torch, transformers, sparsestep
+
+KIND, OPTIONS, IS_TIED, TABLES = {case}
+small = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+config = getattr(transformers, KIND + "Config")(**{{**small, **OPTIONS}})
+for name in dir(config):  # which would be random
+    if "drop" in name and isinstance(getattr(config, name), float):
+        setattr(config, name, 0.0)
+config.bos_token_id, config.eos_token_id, config.pad_token_id = 0, 0, 1
+config.use_cache, config.tie_word_embeddings, config.decoder_start_token_id = False, IS_TIED, 0
+heads = ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+head = next(name for name in heads if hasattr(transformers, KIND.removesuffix("Text") + name))
+torch.manual_seed(0)
+model = getattr(transformers, KIND.removesuffix("Text") + head)(config).double()
+
+def batch(step):
+    ids = torch.randint(2, 50, (2, 6), generator=torch.Generator().manual_seed(step))
+    return dict(input_ids=ids, labels=ids)
+
+runs, weights = [], []
+for make in (
+    lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    lambda model: sparsestep.nn.optimizer_for(model, sparsestep.AdamW, lr=1e-3),
+):
+    trained = copy.deepcopy(model).train()
+    optimizer, losses = make(trained), []
+    for step in range(50):
+        optimizer.zero_grad()
+        losses.append(trained(**batch(step)).loss)
+        losses[-1].backward()
+        optimizer.step()
+    runs.append(torch.stack(losses).detach())
+    weights.append({{name: value.clone() for name, value in trained.state_dict().items()}})
+torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-9)  # losses are float32
+print("difference", float((runs[0] - runs[1]).abs().max()))
+fused = [n for n, m in trained.named_modules() if isinstance(m, sparsestep.nn.Embedding)]
+assert [name for name in fused if "bias" not in name] == TABLES, fused
+tied = [each.name for each in optimizer.explain(trained) if "tied to" in each.reason]
+assert bool(tied) == IS_TIED, tied
+
+def compiled(model):
+    torch.compiler.reset()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    return run(**batch(50)).loss
+
+try:
+    compiled(copy.deepcopy(model))
+except torch._dynamo.exc.Unsupported:
+    print("no graph")
+    sys.exit()
+expected, loss = trained(**batch(50)).loss, compiled(trained)
+torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+loss.backward()
+optimizer.step()
+print("one graph")
+"""
+
+HEADS = {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 32}
+GEMMA = {
+    **HEADS,
+    "intermediate_size": [32, 32],
+    "vocab_size_per_layer_input": 60,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "num_kv_shared_layers": 0,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "activation_sparsity_pattern": [0.0, 0.0],
+    "sliding_window": 8,
+}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+OPT = {"ffn_dim": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 32}
+BERT = [f"bert.embeddings.{kind}_embeddings" for kind in ("position", "token_type")]
+ARCHITECTURES: list[tuple[str, dict[str, object], bool, list[str]]] = [
+    ("GPT2", {"n_positions": 32}, True, ["transformer.wpe"]),
+    ("Llama", HEADS, False, ["model.embed_tokens"]),
+    ("Qwen2", HEADS, True, []),
+    ("Gemma3nText", GEMMA, True, ["model.embed_tokens_per_layer"]),
+    ("Mistral", HEADS, False, ["model.embed_tokens"]),
+    ("Bert", {"intermediate_size": 32}, True, BERT),
+    ("T5", T5, False, ["shared", "encoder.embed_tokens", "decoder.embed_tokens"]),
+    ("Mamba", {"state_size": 4}, False, ["backbone.embeddings"]),
+    ("Phi", {"intermediate_size": 32}, False, ["model.embed_tokens"]),
+    ("OPT", OPT, False, ["model.decoder.embed_tokens", "model.decoder.embed_positions"]),
+]
+
+
+@needs("transformers")
+@pytest.mark.parametrize("case", ARCHITECTURES, ids=lambda case: case[0])
+def test_one_line_for_a_model_of_transformers(case: tuple[object, ...]):
+    printed = run("-W", "ignore::UserWarning", "-c", ARCHITECTURE.format(case=repr(case)))
+    found = re.search(r"difference (\S+)", printed)
+    assert found is not None
+    assert float(found[1]) < 1e-6
+    assert ("one graph" in printed) != (case[0] in NO_GRAPH)
+
+
+NO_GRAPH = {"GPT2", "OPT"}  # which torch 2.13 does not compile as a whole, whatever its tables
+
+
 def resolved(cls: type) -> Iterator[type]:
     """What ``class_resolver.utils.get_subclasses`` finds: classes of the package of their base."""
     for below in cls.__subclasses__():

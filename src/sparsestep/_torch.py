@@ -321,6 +321,16 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {k: v for k, v in found if k.startswith("_optimizer_") and k.endswith("_hooks")}
 
 
+def local_slices(tensor: Any) -> tuple[slice, ...]:
+    """Return which part of a DTensor is on this rank, if it is sharded in contiguous pieces."""
+    find: Any = _private(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "masks of DTensor parameters",
+    )
+    sizes, starts = find(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Disable autocast on a kind of device."""
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):

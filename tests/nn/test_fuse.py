@@ -44,7 +44,7 @@ class Mean(nn.EmbeddingBag):
 
 class Forward(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2
+        return super().forward(input) * self.weight.norm()
 
 
 def all_kinds() -> nn.ModuleDict:

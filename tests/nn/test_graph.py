@@ -465,3 +465,66 @@ def test_torch_finds_no_fault_with_the_operations():
             tests = tests[:2]
         found = torch.library.opcheck(operation, args, test_utils=tests)
         assert set(found.values()) == {"SUCCESS"}
+
+
+def test_a_forward_that_calls_super_reads_rows_that_have_caught_up():
+    """Its argument is no id, and it is compiled as well."""
+
+    class Shifted(nn.Embedding):
+        def forward(self, mask: Tensor, *, offset: int = 2) -> Tensor:
+            return super().forward(mask.cumsum(1) + offset).to(self.weight.dtype)
+
+    results = []
+    for kind in ("dense", "fused", "compiled"):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(Shifted(12, 3), nn.Linear(3, 1))
+        if kind == "dense":
+            opt: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+        else:
+            opt = sparsestep.nn.optimizer_for(model, sparsestep.AdamW, lr=0.1)
+            assert isinstance(model[0], sparsestep.nn.Embedding)
+            assert isinstance(model[0], Shifted)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        run = run if kind == "compiled" else model
+        losses = []
+        for step in range(8):
+            opt.zero_grad()
+            loss = run(torch.ones(1, 3 + step % 4, dtype=torch.int64)).square().sum()
+            loss.backward()
+            opt.step()
+            losses.append(loss.detach())
+        results.append(torch.stack(losses))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+
+
+class Reader(nn.Module):
+    """A module of the user's own that looks up rows, and reads all of them as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(ROWS, DIM))
+        self.scale = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = nn.functional.embedding(ids, self.weight, sparse=True)
+        return found * self.scale + self.weight.detach().mean()
+
+
+@pytest.mark.filterwarnings("ignore:sparsestep. Reader holds a table")
+def test_a_tracked_model_with_other_modules_is_one_graph():
+    """Rows that they read are current, though none of our code runs in the graph."""
+    results = []
+    for is_compiled in (False, True):
+        model = model_of(lambda: Embedding(ROWS, DIM), Reader, lambda: nn.Embedding(ROWS, DIM))
+        model.head = nn.Linear(DIM, ROWS, bias=False)
+        model.head.weight = model.tables[2].weight  # tied, so it is torch's module that looks up
+        opt = sparsestep.nn.optimizer_for(model, sparsestep.AdamW, lr=0.1)
+        run, losses = (compiled(model) if is_compiled else model), []
+        for seed in range(6):
+            opt.zero_grad()
+            losses.append(run(ids_of(3, seed=seed)))
+            losses[-1].backward()
+            opt.step()
+        results.append([loss.detach() for loss in losses])
+    assert equal(*results)

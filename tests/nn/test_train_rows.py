@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.nn import train_rows
+from tests.ranks import Rank, ranks
 from tests.table import FEW, Variant, same_bits
+from tests.torch_versions import SUMS_SHARDED_GRADIENTS
 
 TOKENS, NEW = 12, [3, 10, 11]
 
@@ -113,3 +116,69 @@ def test_an_embedding_that_is_wrapped():
     model = LanguageModel("none")
     model.words = Wrapper(model.words)  # type: ignore[assignment]
     assert train_rows(model, NEW)[0]["params"] == [model.words.weight]
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, times: float = 1.0) -> None:
+    for step in range(4):
+        opt.zero_grad()
+        ids = torch.tensor([[1, 3, 10, 11, 5 + step]])  # sums of duplicates depend on their order
+        (times * model(ids).square().sum()).backward()
+        opt.step()
+
+
+def prepared(head: str) -> LanguageModel:
+    torch.manual_seed(0)
+    model = LanguageModel(head)
+    model.requires_grad_(False)
+    train_rows(model, NEW)
+    return model
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("how", "head"),
+    [
+        ("DDP", "tied"),
+        ("DDP", "untied"),
+        ("DDP, fused", "untied"),
+        ("FSDP2", "tied"),
+        ("FSDP2, rowwise", "untied"),
+    ],
+)
+def test_row_freezing_is_exact_on_ranks(rank: Rank, how: str, head: str):
+    """Ranks have the same batch, so the mean of their gradients is that of one process."""
+    cls: Any = sparsestep.RowwiseAdam if "rowwise" in how else sparsestep.AdamW
+    options = {"lr": 0.05, "weight_decay": 0.1}
+    alone = prepared(head)
+    before = {name: value.clone() for name, value in alone.state_dict().items()}
+    opt = cls(train_rows(alone, NEW), **options)
+    is_summed = "FSDP2" in how and SUMS_SHARDED_GRADIENTS
+    train(alone, opt, times=2.0 if is_summed else 1.0)
+    model: Any = prepared(head)
+    if "FSDP2" in how:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import init_device_mesh
+
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        groups = train_rows(model, NEW)
+    else:
+        if "fused" in how:
+            sparsestep.nn.fuse(model)
+        groups = train_rows(model, NEW)
+        model = nn.parallel.DistributedDataParallel(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # no harm here
+        train(model, cls(groups, **options))
+    inner = getattr(model, "module", model)
+    trained = {"words.weight", "head.weight"}
+    for (name, value), expected in zip(
+        inner.state_dict().items(), alone.state_dict().values(), strict=True
+    ):
+        whole = full(value)
+        assert same_bits(whole, expected), name
+        moved = (whole != before[name]).reshape(len(whole), -1).any(1).nonzero().flatten().tolist()
+        assert moved == (NEW if name in trained else [])

@@ -18,6 +18,7 @@ import torch
 import sparsestep
 from sparsestep import functional, optim
 from sparsestep._native import ext
+from sparsestep.optim.mixed import MixedOptimizer
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.rule import Rule, StateSpec
 from tests.optim.test_formulas import PUBLISHED
@@ -38,6 +39,7 @@ def defined() -> list[type[RuleOptimizer]]:
             if inspect.isclass(cls)
             and cls.__module__ == each.name
             and RuleOptimizer in cls.__bases__
+            and cls is not MixedOptimizer  # it has no rule of its own
             and torch.optim.Optimizer in cls.__bases__
         ]
     return found

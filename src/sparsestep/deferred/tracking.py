@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsestep._torch import (
+    assume_constant_result,
     hook_averaged_models,
     is_exporting,
     own_parameters,
@@ -54,6 +55,34 @@ def catch_up_tracked(param: Tensor, ids: Any) -> None:
         optimizer = owner()
         if optimizer is not None:
             optimizer.catch_up_rows(param, inside)
+
+
+_read_in_graphs: Any = WeakIdKeyDictionary()  # parameters, by rows or as a whole
+_hooked: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that keep them current
+
+
+@assume_constant_result
+def _keep_current(module: nn.Module) -> None:
+    """Catch up all rows that a module reads now and after each step.
+
+    Called by the compiler when it traces the module: no code of ours runs in its graph.
+    """
+    for param in own_parameters(module).values():
+        for owner in () if param is None else _trackers.get(param, ()):
+            optimizer: Any = owner()
+            if optimizer is not None:
+                optimizer.catch_up_rows(param, None)
+                _read_in_graphs[param] = True
+                if optimizer not in _hooked:
+                    _hooked.add(optimizer)
+                    optimizer.register_step_post_hook(_catch_up_read_in_graphs)
+
+
+def _catch_up_read_in_graphs(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in _read_in_graphs:
+                optimizer.catch_up_rows(param, None)
 
 
 def warn_if_tracked_elsewhere(name: str, params: Iterable[Tensor]) -> None:
@@ -183,6 +212,8 @@ class Tracking:
             torch.compiler.reset()
 
     def _hook_forward(self, module: nn.Module, *, own: bool) -> None:
+        if hasattr(type(module), "catches_up"):  # its arguments may be no ids
+            return
         before: Any = self._before_lookup
         if not hasattr(type(module), "rows_read"):
             if not own:
@@ -205,12 +236,18 @@ class Tracking:
             return
         if hasattr(type(module), "rows_read"):
             reads = module.rows_read(*args, **kwargs)
+        elif torch.compiler.is_compiling() and not is_exporting() and not module.sparse:
+            _keep_current(module)  # torch's own, whose rows are rarely behind
+            return
         else:
             reads = [(module.weight, args[0] if args else kwargs.get("input"))]
         for weight, ids in reads:
             _uncompiled(self._catch_up_ids)(weight, ids)
 
     def _before_dense_read(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling() and not is_exporting():
+            _keep_current(module)
+            return
         reader = type(module).__name__ if torch.is_grad_enabled() else None
         _uncompiled(self._catch_up_module)(module, reader)
 

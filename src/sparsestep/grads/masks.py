@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from sparsestep._native import ext
-from sparsestep._torch import version_of
+from sparsestep._torch import local_slices, version_of
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad, check_indices
+from sparsestep.memory.tensors import is_distributed, memory_of
 
 Masks = Tensor | Sequence[Tensor | None] | None
 
@@ -41,6 +42,16 @@ def check_masks(masks: Masks, params: Sequence[Tensor], *, defers: bool = False)
         if tuple(mask.shape) not in shapes or mask.device != param.device:
             requirement = f"mask {index} must have shape {wanted} and be on {param.device}"
             raise InputError(message(requirement, f"{tuple(mask.shape)} on {mask.device}"))
+
+
+def selection_of(mask: Tensor, param: Tensor) -> MaskSelection:
+    """Return what a mask selects of a parameter; of a DTensor, what is in its local part."""
+    if not is_distributed(param):
+        return MaskSelection(mask, param.shape)
+    if any(type(each).__name__ not in ("Shard", "Replicate") for each in param.placements):
+        requirement = "a DTensor parameter with a mask must have the placements Shard or Replicate"
+        raise InputError(message(requirement, param.placements))
+    return MaskSelection(mask[local_slices(param)[: mask.dim()]], memory_of(param).shape)
 
 
 def per_param(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]:

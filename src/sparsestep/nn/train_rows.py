@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from sparsestep._torch import own_parameters
 from sparsestep.errors import InputError, error_prefix, message, usable
+from sparsestep.memory.tensors import is_distributed
 from sparsestep.nn.grow import weight_of
 from sparsestep.optim.state import check_rows
 
@@ -23,6 +25,8 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
     the embedding. If ``get_output_embeddings()`` has a separate weight with as many rows, a second
     group trains the same rows of it: otherwise the model would not learn to predict new tokens. A
     tied weight is one parameter, in one group. Other models must have a single embedding.
+
+    Under FSDP2, call it after ``fully_shard``, which replaces the parameters.
 
     The weights in the groups get ``requires_grad=True``. Other parameters are left alone: they are
     in no group, so they are not trained, but their gradients are computed unless you call
@@ -76,12 +80,12 @@ def _input_weight(model: Any) -> nn.Parameter:
         requirement = "train_rows: the first argument must be a model or an embedding"
         raise InputError(message(requirement, f"a {type(model).__name__}"))
     if isinstance(model, nn.Embedding | nn.EmbeddingBag):
-        return weight_of("train_rows", model)
+        return _weight_of(model)
     found = _call(model, "get_input_embeddings")
     if isinstance(getattr(found, "weight", None), nn.Parameter):
         # One that PEFT has wrapped is no nn.Embedding.
         is_table = isinstance(found, nn.Embedding | nn.EmbeddingBag)
-        return weight_of("train_rows", found) if is_table else found.weight
+        return _weight_of(found) if is_table else found.weight
     tables = {
         name: each
         for name, each in model.named_modules()
@@ -92,7 +96,14 @@ def _input_weight(model: Any) -> nn.Parameter:
         got = ", ".join(tables) if tables else "none"
         remedy = "Pass the embedding itself" if tables else ""
         raise InputError(message(requirement, got, remedy))
-    return weight_of("train_rows", next(iter(tables.values())))
+    return _weight_of(next(iter(tables.values())))
+
+
+def _weight_of(table: nn.Module) -> nn.Parameter:
+    weight = own_parameters(table).get("weight")
+    if weight is not None and is_distributed(weight):
+        return cast("nn.Parameter", weight)
+    return weight_of("train_rows", table)
 
 
 def _mask(rows: Any, weight: Tensor) -> Tensor:

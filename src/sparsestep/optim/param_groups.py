@@ -183,7 +183,7 @@ def _read_settings(
 def _select(before: masks.MaskSelection | None, param: Tensor, mask: Tensor) -> masks.MaskSelection:
     if before is not None and before.mask is mask and before.shape == param.shape:
         return before
-    return masks.MaskSelection(mask, param.shape)
+    return masks.selection_of(mask, param)
 
 
 def describe_param(who: str, group: ParamGroup, group_index: int, index: int) -> str:

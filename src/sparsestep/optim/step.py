@@ -151,9 +151,6 @@ def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, pl
     """
     settings, param = update.settings, update.param
     rule = settings.rule
-    if selection is not None and parameters.is_distributed(update.key):
-        requirement = "a DTensor parameter cannot have a mask"
-        raise InputError(message(requirement, "a mask", "Put it into a group without one"))
     if param.dtype not in FLOAT_DTYPES and param.dtype not in COMPLEX_DTYPES:
         raise InputError(message("a parameter must have a real float dtype", param.dtype))
     if update.group.get("differentiable"):

@@ -1,0 +1,133 @@
+"""MixedOptimizer: param groups with update rules of several classes, in one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from sparsestep.engines.base import GroupSettings
+from sparsestep.engines.torch_fused import DenseBatch
+from sparsestep.errors import InputError, error_prefix, message
+from sparsestep.optim.optimizer import RuleOptimizer
+from sparsestep.optim.param_groups import ParamGroup, ParamGroups
+from sparsestep.rules.rule import Rule
+
+
+class MixedOptimizer(RuleOptimizer, Optimizer):
+    """One optimizer with param groups of several classes, as ``nn.optimizer_for`` makes it.
+
+    The key ``"optimizer"`` of a param group is the name of its class. Everything else is as for any
+    optimizer of this library: a step updates all parameters or none, and there is one checkpoint.
+
+    Args:
+        params: param groups.
+        optimizers: an optimizer of each class, whose options are the defaults of its groups. They
+            lose their parameters. A group without a name has the first.
+
+    Raises:
+        InputError: a group names another class, or has options that its class refuses.
+    """
+
+    def __init__(
+        self, params: Sequence[ParamGroup], optimizers: Sequence[RuleOptimizer], **options: Any
+    ) -> None:
+        self.optimizers = {type(each).__name__: each for each in optimizers}
+        super().__init__(params, {}, **options)
+        for each in optimizers:
+            each.param_groups.clear()
+        self.defaults = optimizers[0].defaults
+
+    def _init_members(self) -> None:
+        super()._init_members()
+        self.groups = _MixedGroups()
+
+    def optimizer_of(self, group: Mapping[str, Any]) -> RuleOptimizer:
+        """Return the optimizer whose class a param group has."""
+        name = group.get("optimizer", next(iter(self.optimizers)))
+        found = self.optimizers.get(name)
+        if found is None:
+            requirement = f"'optimizer' must be one of {', '.join(self.optimizers)}"
+            raise InputError(message(requirement, repr(name)))
+        return found
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters with options of its own, as torch's optimizers do."""
+        with error_prefix(f"{type(self).__name__}: param group {len(self.param_groups)}"):
+            chosen = self.optimizer_of(param_group)
+            filled = {name: chosen.defaults[name] for name in chosen.option_names}
+            chosen.check_group({**filled, **param_group})
+        before, self.defaults = self.defaults, chosen.defaults
+        try:
+            super().add_param_group({"optimizer": type(chosen).__name__, **param_group})
+        finally:
+            self.defaults = before
+
+    # What a class declares, by group.
+
+    @property
+    def group_options(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The options of all classes."""
+        names = ((*each.option_names, *each.group_options) for each in self.optimizers.values())
+        return tuple(dict.fromkeys(name for each in names for name in each))
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse a param group with an unknown, missing or invalid option."""
+        self.optimizer_of(group).check_group(group)
+
+    def check_params(self, group_index: int, group: ParamGroup) -> None:
+        """Refuse parameters that the optimizer cannot work with."""
+        self.optimizer_of(group).check_params(group_index, group)
+
+    def check_values(self, group: dict[str, Any]) -> None:  # type: ignore[override]
+        """Refuse options of the wrong kind, out of range, or in a wrong combination."""
+        self.optimizer_of(group).check_values(group)
+
+    def rule_for(self, group: dict[str, Any]) -> Rule:  # type: ignore[override]
+        """Return the rule that a param group's options select."""
+        return self.optimizer_of(group).rule_for(group)
+
+    def elementwise_rule_for(self, group: dict[str, Any]) -> Rule | None:  # type: ignore[override]
+        """Return the rule of parameters with dense gradients, if the group selects another."""
+        return self.optimizer_of(group).elementwise_rule_for(group)
+
+    def stored_rules_for(  # type: ignore[override]
+        self, group: dict[str, Any], param: Tensor | None = None
+    ) -> tuple[Rule, Rule | None]:
+        """Return both rules of a group with their state as stored, for example in int8."""
+        return self.optimizer_of(group).stored_rules_for(group, param)
+
+    def stored_rule_for(  # type: ignore[override]
+        self,
+        group: dict[str, Any],
+        param: Tensor | None = None,
+        param_state: Mapping[str, Any] | None = None,
+    ) -> Rule:
+        """Return the rule of a group, or of a parameter with this state."""
+        return self.optimizer_of(group).stored_rule_for(group, param, param_state)
+
+    def supports_torch_kernel(self, group: dict[str, Any]) -> bool:  # type: ignore[override]
+        """Whether torch's kernel supports the group's options."""
+        return self.optimizer_of(group).supports_torch_kernel(group)
+
+    def torch_kernel(self, batch: DenseBatch, /) -> None:  # type: ignore[override]
+        """Run torch's own kernel on dense gradients."""
+        self.optimizer_of(batch.group).torch_kernel(batch)
+
+    def can_materialize_state(self, group: dict[str, Any]) -> bool:  # type: ignore[override]
+        """Whether zero-initialized state gives the same first step as missing state."""
+        return self.optimizer_of(group).can_materialize_state(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+
+class _MixedGroups(ParamGroups):
+    """Param groups that are read as the optimizer of their class reads them."""
+
+    @staticmethod
+    def read(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> GroupSettings:
+        assert isinstance(optimizer, MixedOptimizer)
+        return ParamGroups.read(optimizer.optimizer_of(group), group_index, group)
