@@ -54,7 +54,7 @@ class ShardedTable:
         *,
         reduce: Reduction,
         order: SumOrder,
-        wire: WireFormat | None,
+        wire: WireFormat | None = None,
     ) -> None:
         self.name: str = placement.name
         self.index: int = index  # among the tables that were sharded together
