@@ -1,7 +1,7 @@
-"""Estimate the memory, network traffic and CPU of sharded tables, and how many ranks pay off.
+"""Estimate the memory, network traffic and CPU of sharded tables.
 
-Nothing is measured: sizes, bytes and seconds are computed from the options. CPU times are those of
-an AMD core with AVX2, by benchmarks/simulated_ranks.py and benchmarks/sharding.py.
+Nothing is measured: everything is computed from the options. CPU times are
+those of an AMD core with AVX2, by benchmarks/simulated_ranks.py.
 
 Example:
   sparsestep plan --tables user=10000000000x128 item=1000000x64 --ranks 1024
