@@ -9,6 +9,7 @@
 
 #include "core/messages.h"
 #include "core/round_robin.h"
+#include "core/wire.h"
 #include "python/tensors.h"
 
 namespace sparsestep {
@@ -134,6 +135,37 @@ void run_unpack(nb::object buffer, nb::object sizes, int64_t own, int64_t gap, n
     unpack_messages(from, of.world, own, gap, split, kept_split);
 }
 
+// Rows of float32 and their codes; the number of rows.
+int64_t coded_rows(int format, nb::handle values, int64_t dim, nb::handle codes) {
+    const int64_t count = dim > 0 ? numel(values) / dim : 0;
+    const bool is_known = (format == 0 || format == 1) && dim > 0;
+    if (!is_known || numel(values) != count * dim || dtype_code(values) != int(Dtype::float32) ||
+        nb::cast<int64_t>(get(codes, names().itemsize)) != 1 ||
+        numel(codes) != count * wire_bytes(WireFormat(format), dim) ||
+        !is_true(values, names().is_contiguous) || !is_true(codes, names().is_contiguous)) {
+        throw nb::value_error("sparsestep: no such rows");
+    }
+    return count;
+}
+
+void run_encode(int format, nb::object values, int64_t dim, nb::object seed, nb::object codes) {
+    const int64_t count = coded_rows(format, values, dim, codes);
+    const uint64_t number = seed.is_none() ? 0 : nb::cast<uint64_t>(seed);
+    const float* const from = static_cast<const float*>(address(values));
+    char* const to = static_cast<char*>(address(codes));
+    const uint64_t* const given = seed.is_none() ? nullptr : &number;
+    nb::gil_scoped_release release;
+    encode_rows(WireFormat(format), from, count, dim, given, to);
+}
+
+void run_decode(int format, nb::object codes, int64_t dim, nb::object values) {
+    const int64_t count = coded_rows(format, values, dim, codes);
+    const char* const from = static_cast<const char*>(address(codes));
+    float* const to = static_cast<float*>(address(values));
+    nb::gil_scoped_release release;
+    decode_rows(WireFormat(format), from, count, dim, to);
+}
+
 void bind_round_robin(nb::module_& module) {
     module.def("split_by_owner", &run_split, nb::arg("ids"), nb::arg("starts").none(),
                nb::arg("world"), nb::arg("rows"), nb::arg("order").none(), nb::arg("bags").none(),
@@ -145,6 +177,11 @@ void bind_round_robin(nb::module_& module) {
     module.def("unpack_messages", &run_unpack, nb::arg("buffer"), nb::arg("sizes"), nb::arg("own"),
                nb::arg("gap"), nb::arg("sections"), nb::arg("own_sections"), nb::arg("own_sizes"),
                "The reverse; a process's own sections are copied from what it would have sent.");
+    module.def("encode_rows", &run_encode, nb::arg("format"), nb::arg("values"), nb::arg("dim"),
+               nb::arg("seed").none(), nb::arg("codes"),
+               "Write rows in fewer bytes, 0: bf16, 1: int8; with a seed, rounded at random.");
+    module.def("decode_rows", &run_decode, nb::arg("format"), nb::arg("codes"), nb::arg("dim"),
+               nb::arg("values"), "The reverse.");
     module.def("unique", &run_unique, nb::arg("ids"), nb::arg("rows"), nb::arg("unique"),
                nb::arg("which"), "Write out the unique ids; how many, or -1 where one is no row.");
 }

@@ -21,7 +21,7 @@ from torch.testing import assert_close
 
 import sparsestep
 from sparsestep import _native, cli
-from sparsestep.cli import demo, info, skipgram
+from sparsestep.cli import demo, info, plan, skipgram
 from sparsestep.cli.skipgram import SkipgramDataset
 
 # Without the C++ core, training warns that it is slow.
@@ -199,6 +199,26 @@ def test_plan_of_ten_billion_rows_on_a_thousand_ranks(capsys: Captured) -> None:
     assert "15.0 GB (5.0 GB of tables, 10.0 GB of state)" in said[5]
     assert said[6].endswith("at 25 Gbit/s")
     assert said[7].split(":")[1] == said[6].split(":")[1]  # every rank sends the same
+
+
+def test_plan_says_which_resource_is_the_limit(capsys: Captured, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(plan, "_max_open_files", lambda: 1024)
+
+    def limits(*options: str) -> dict[str, int]:
+        assert cli.main(["plan", "--tables", "user=100000000x64", "--ids", "20", *options]) == 0
+        line = capsys.readouterr().out.splitlines()[-1].partition(": ")[2]
+        pairs = (each.partition(" from ") for each in line.split("; "))
+        return {name: int(rest.split()[0]) for name, _, rest in pairs}
+
+    slow = limits("--network", "1")
+    fast = limits("--network", "100", "--wire", "int8")
+    far = limits("--network", "100", "--latency", "1000")
+    assert slow["network"] == 2
+    assert "network" not in fast
+    assert far["latency"] == 2
+    assert "latency" not in slow
+    assert slow["CPU for messages"] < fast["CPU for messages"]
+    assert {each["sockets"] for each in (slow, fast, far)} == {332}
 
 
 def test_plan_rejects_two_tables_of_one_name(capsys: Captured) -> None:

@@ -1,6 +1,7 @@
-"""Estimate the memory and network traffic of sharded tables.
+"""Estimate the memory, network traffic and CPU of sharded tables.
 
-Nothing is measured: sizes, bytes and seconds are computed from the options.
+Nothing is measured: everything is computed from the options. CPU times are
+those of an AMD core with AVX2, by benchmarks/simulated_ranks.py.
 
 Example:
   sparsestep plan --tables user=10000000000x128 item=1000000x64 --ranks 1024
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Callable
 
 from sparsestep.cli.options import add_number, float_in_range, int_in_range
 from sparsestep.distributed.placement import PLACEMENTS
@@ -18,6 +20,15 @@ from sparsestep.distributed.plan import Plan, TableSize, choose_placements, form
 from sparsestep.errors import InputError, message
 
 _MOST = 1 << 40
+# Milliseconds of CPU per step: for each table, for each table and rank, for each megabyte that is
+# sent and received, and for each bag and id that is looked up and updated.
+_CPU_TABLE, _CPU_MESSAGE, _CPU_MEGABYTE, _CPU_BAG, _CPU_ID = 0.27, 0.001, 0.6, 0.00023, 0.00007
+# Collectives of a step with lockstep and without clipping, one after the other.
+_COLLECTIVES = 7
+# Process groups with a connection to every rank: torch's own, that of shard, and that of
+# lockstep(prefetch=1). A process has some other files open.
+_GROUPS, _OTHER_FILES = 3, 30
+_MAX_RANKS = 1 << 14  # that are looked at for limits
 _TOO_LARGE = 1 << 62  # for a row to have a number
 
 
@@ -38,7 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--state", float_in_range(0, 8), 2.0, state)
     network = "network speed of a rank in Gbit/s"
     add_number(parser, "--network", float_in_range(0.001, 1e5), 10.0, network, "GBIT")
+    latency = "time of a message from one rank to another in microseconds"
+    add_number(parser, "--latency", float_in_range(0, 1e6), 50.0, latency, "US")
     add_number(parser, "--bytes", int_in_range(1, 8), 4, "bytes per element of a table")
+    parser.add_argument(
+        "--wire", choices=("bf16", "int8"), help="send rows and gradients in fewer bytes"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     tables = [TableSize(name, rows, dim, options.bytes) for name, rows, dim, _ in options.tables]
     asked = {name: kind for name, _, _, kind in options.tables if kind}
     try:
-        chosen = choose_placements(tables, options.ranks, asked)
+        chosen = choose_placements(tables, options.ranks, asked, options.wire)
     except InputError as error:
         print(f"sparsestep plan: {error}", file=sys.stderr)
         return 2
@@ -60,7 +76,77 @@ def run(options: argparse.Namespace) -> int:
     plan = Plan(chosen, options.ranks, options.batch, lengths)
     print(plan)
     print(format_totals(plan, options.state, options.network))
+    print(format_costs(StepCosts(plan, options.network, options.latency)))
+
+    def costs(ranks: int) -> StepCosts:
+        placements = choose_placements(tables, ranks, asked, options.wire)
+        several = Plan(placements, ranks, options.batch, lengths)
+        return StepCosts(several, options.network, options.latency)
+
+    print(format_limits(costs, _max_open_files()))
     return 0
+
+
+class StepCosts:
+    """Milliseconds of a step of the busiest rank.
+
+    Example:
+        >>> from sparsestep.distributed.placement import ByRow
+        >>> costs = StepCosts(Plan([ByRow("user", 1000, 64, 4)], 8, batch=1000), 10, latency=50)
+        >>> round(costs.work, 2), round(costs.messages, 2), round(costs.network, 2), costs.latency
+        (0.3, 0.55, 0.36, 0.35)
+    """
+
+    def __init__(self, plan: Plan, network: float, latency: float) -> None:
+        sent, tables = plan.most_bytes_sent(), len(plan.placements)
+        ids = sum(plan.batch * plan.lengths.get(p.name, 1.0) for p in plan.placements)
+        # What one process would do, too.
+        self.work: float = _CPU_BAG * plan.batch * tables + _CPU_ID * ids
+        self.messages: float = (
+            _CPU_TABLE * tables
+            + _CPU_MESSAGE * tables * plan.world_size
+            + _CPU_MEGABYTE * sent / 1e6
+        )
+        self.network: float = 8e3 * sent / (network * 1e9)
+        self.latency: float = _COLLECTIVES * latency / 1e3
+
+
+def format_costs(costs: StepCosts) -> str:
+    """The time of a step, and what it is spent on."""
+    return (
+        f"CPU of the busiest rank: {costs.work:.1f} ms for lookups and updates, "
+        f"{costs.messages:.1f} ms for messages\n"
+        f"waiting: {costs.latency:.1f} ms for {_COLLECTIVES} collectives one after the other"
+    )
+
+
+def format_limits(costs: Callable[[int], StepCosts], open_files: int | None) -> str:
+    """From how many ranks on each resource takes longer than lookups and updates."""
+    found: dict[str, int] = {}
+    ranks = 2
+    while ranks <= _MAX_RANKS:
+        each = costs(ranks)
+        times = {"network": each.network, "CPU for messages": each.messages}
+        times["latency"] = each.latency
+        for name, time in times.items():
+            if time > each.work:
+                found.setdefault(name, ranks)
+        ranks *= 2
+    lines = [f"{name} from {ranks} ranks on" for name, ranks in found.items()]
+    if open_files is not None:
+        most = (open_files - _OTHER_FILES) // _GROUPS + 1
+        lines.append(f"sockets from {most} ranks on (ulimit -n {open_files})")
+    return f"limits, where they outweigh lookups and updates: {'; '.join(lines) or 'none'}"
+
+
+def _max_open_files() -> int | None:
+    """The number of files that a process may have open; ``None`` if there is no such limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def format_totals(plan: Plan, state: float, network: float) -> str:
@@ -72,7 +158,7 @@ def format_totals(plan: Plan, state: float, network: float) -> str:
         p.bytes_per_step(plan.world_size, plan.batch, plan.lengths.get(p.name, 1.0))
         for p in plan.placements
     )
-    busiest = max(plan.bytes_sent_by(rank) for rank in range(plan.world_size))
+    busiest = plan.most_bytes_sent()
 
     def a_step(size: float) -> str:
         milliseconds = 8e3 * size / (network * 1e9)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -16,11 +18,18 @@ from torch import Tensor, nn
 from sparsestep._torch import is_watched
 from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus, Status, handshake
 from sparsestep.distributed.collectives import Collectives
-from sparsestep.distributed.placement import EmbeddingModule, Placement
+from sparsestep.distributed.placement import MAX_WORLD_SIZE, EmbeddingModule, Placement
+from sparsestep.distributed.wire import Codec, WireFormat, codec_for
 from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad
-from sparsestep.memory.mapped_file import has_mapped_memory
+from sparsestep.memory.formats import HEADER_BYTES
+from sparsestep.memory.mapped_file import (
+    copy_rows,
+    file_of,
+    has_mapped_memory,
+    open_file,
+)
 from sparsestep.nn.embedding import Embedding, EmbeddingBag
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -29,6 +38,7 @@ SumOrder: TypeAlias = Literal["fast", "global"]
 RowGradFn: TypeAlias = Callable[[Tensor], Sequence[IndexedGrad]]
 
 NUM_COUNTS = 3  # numbers that a rank has for another, per table of a lookup or per gradient
+_BLOCK_BYTES = 512  # of ``st_blocks``
 _INT32_ROWS = 1 << 31  # row numbers of smaller shards are sent as int32
 
 
@@ -44,6 +54,7 @@ class ShardedTable:
         *,
         reduce: Reduction,
         order: SumOrder,
+        wire: WireFormat | None = None,
     ) -> None:
         self.name: str = placement.name
         self.index: int = index  # among the tables that were sharded together
@@ -51,6 +62,8 @@ class ShardedTable:
         self.collectives: Collectives = collectives
         self.reduce: Reduction = reduce
         self.order: SumOrder = order
+        self.wire: WireFormat | None = wire
+        self.codec: Codec | None = None  # None: rows are sent as they are
         self.rows: int = module.num_embeddings
         self.dim: int = module.embedding_dim
         # This rank's shard. All have equally many round-robin rows: the last of some is no row.
@@ -62,6 +75,7 @@ class ShardedTable:
         self.spec: Any = _shape_only_module(module, self.name)  # of the whole table, for checks
         self.local_weight: Tensor = module.weight.detach()  # the shard, until the module has it
         self.local: Embedding | EmbeddingBag | None = None  # looks up rows of the shard
+        self.new_file: str | None = None  # that was created for the shard
         self._has_max_norm = module.max_norm is not None
 
     @property
@@ -81,6 +95,24 @@ class ShardedTable:
     @property
     def row_bytes(self) -> int:
         return self.dim * self.weight.dtype.itemsize
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of a row when it is sent."""
+        return self.row_bytes if self.codec is None else self.placement.wire_bytes
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return self.weight.dtype if self.codec is None else torch.uint8
+
+    def encode(self, rows: Tensor, *, is_grad: bool = False) -> Tensor:
+        """Rows as they are sent."""
+        codec = self.codec
+        return rows.contiguous() if codec is None else codec.encode(rows, is_grad=is_grad)
+
+    def decode(self, received: Tensor) -> Tensor:
+        """The elements of rows that have been sent, flat."""
+        return received if self.codec is None else self.codec.decode(received)
 
     @property
     def is_plain_read(self) -> bool:
@@ -105,13 +137,25 @@ class ShardedTable:
         weight = module.weight
         who = f"shard: {self.name!r}" if self.name else "shard: the table"
         if has_mapped_memory(weight):
-            requirement = f"{who} must be in memory"
-            remedy = "Load it into memory (weight.detach().clone()), or train it in one process"
-            raise InputError(message(requirement, "a table in a file (storage.mapped)", remedy))
+            self._check_file(who)
         if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "meta"):
             requirement = f"{who} must have an ordinary weight on the CPU"
             raise InputError(message(requirement, f"a {type(weight).__name__} on {weight.device}"))
-        self.placement.check_supported(module, who, self.collectives.world_size)
+        ranks = self.collectives
+        self.placement.check_supported(module, who, ranks.world_size)
+        if self.placement.is_sharded and ranks.world_size > 1:
+            seed = self.index * MAX_WORLD_SIZE + ranks.rank
+            self.codec = codec_for(self.wire, self.dim, weight.dtype, who, seed)
+
+    def _check_file(self, who: str) -> None:
+        file = file_of(self.weight)
+        if file is None or file.header.used or file.state_files:
+            requirement = f"{who} must be the whole table of storage.mapped, without state"
+            got = "a part of it" if file is None else "one that an optimizer has trained"
+            raise InputError(message(requirement, got, "Shard it before the first step"))
+        if not self.placement.is_sharded and self.collectives.world_size > 1:
+            requirement = f"{who} is in a file, of which each rank has its own rows"
+            raise InputError(message(requirement, "'copy'", "Choose 'tables' or 'rows' for it"))
 
     def init_rows(self, seed: int) -> None:
         """Make the local rows, without changing the module.
@@ -119,6 +163,9 @@ class ShardedTable:
         A weight on the device ``meta`` has none: they are drawn as torch draws them, but each rank
         draws its own, so no rank ever has the whole table.
         """
+        if has_mapped_memory(self.weight):
+            self._open_local_file()
+            return
         self.local_weight = self.local_shard(self.weight.detach())
         if not self.placement.is_sharded and self.collectives.world_size > 1:
             # Rank 0 sends its values; until all ranks have them, the weight keeps its own.
@@ -132,6 +179,34 @@ class ShardedTable:
         self.weight = nn.Parameter(self.local_weight, self.weight.requires_grad)
         if self.local_padding_idx >= 0:
             self.local_weight[self.local_padding_idx] = 0
+
+    def _open_local_file(self) -> None:
+        """A whole table stays in its file; of round-robin rows, each rank has its own file."""
+        whole, ranks = self.weight.detach(), self.collectives
+        file = file_of(whole)
+        assert file is not None
+        if self.row_stride == 1:
+            self.local_weight = whole if self.has_rows else torch.empty(0, self.dim)
+            return
+        path = f"{file.path}.{ranks.rank}-of-{ranks.world_size}"
+        self.new_file = None if os.path.exists(path) else path
+        shape = torch.Size([-(-self.rows // ranks.world_size), self.dim])
+        local = open_file(path, shape, whole.dtype, state=file.header.state).tensor()
+        if self.new_file and os.stat(file.path).st_blocks * _BLOCK_BYTES > HEADER_BYTES:
+            copy_rows(whole[ranks.rank :: ranks.world_size], local)
+        self.local_weight = local
+
+    def discard(self) -> None:
+        """Remove what :meth:`init_rows` has created."""
+        if self.new_file:
+            with suppress(OSError):
+                os.unlink(self.new_file)
+
+    def prefetch(self, rows: Tensor) -> None:
+        """Have the system begin to read local rows, if they are in a file."""
+        file = file_of(self.weight)
+        if file is not None and len(rows):
+            file.prefetch(rows.long().contiguous())
 
     def build_local(self, module: Any) -> None:
         padding = self.local_padding_idx

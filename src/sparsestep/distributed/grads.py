@@ -256,7 +256,7 @@ def _replicated_grad(handle: LookupHandle, grad_fn: Any, rows: Tensor) -> Outgoi
 def _section_sizes(outgoing: Sequence[OutgoingGrad], world_size: int) -> Tensor:
     """Bytes of the indices and values of each gradient that each rank gets."""
     bags = stack([each.handle.bags_per_rank for each in outgoing])
-    row_bytes = torch.tensor([[each.handle.table.row_bytes] for each in outgoing])
+    row_bytes = torch.tensor([[each.handle.table.wire_bytes] for each in outgoing])
     # Of a replicated table, all ranks get everything; of a sharded one, no indices.
     copies = [each.indices is not None for each in outgoing]
     nbytes = [[0 if e.indices is None else e.indices.nbytes, e.values.nbytes] for e in outgoing]
@@ -286,7 +286,7 @@ def _announced_grads(group: TableGroup, num_headers: Tensor, headers: Tensor) ->
     ranks = torch.arange(len(num_headers)).repeat_interleave(num_headers)
     found, lookup = sequences.unique(return_inverse=True)  # ascending
     served = {sequence: group.served[sequence] for sequence in found.tolist()}
-    row_bytes = stack([each.bags_per_rank * each.table.row_bytes for each in served.values()])
+    row_bytes = stack([each.bags_per_rank * each.table.wire_bytes for each in served.values()])
     itemsize = torch.tensor([each.table.weight.dtype.itemsize for each in served.values()])
     sizes = torch.zeros(len(num_headers), len(served), 2, dtype=torch.int64)
     sizes[ranks, lookup, 0] = entries.clamp(min=0) * sequences.itemsize
@@ -320,17 +320,18 @@ def _send_grads(
     def sections() -> Sections:
         found: Sections = [None] * (2 * len(numbers))
         for n, each in zip(mine, outgoing, strict=True):
-            found[2 * n : 2 * n + 2] = each.indices, each.values.contiguous()
+            values = each.handle.table.encode(each.values, is_grad=True)
+            found[2 * n : 2 * n + 2] = each.indices, values
         return found
 
     def read() -> list[ReceivedGrad]:
-        dtypes = [(torch.int64, each.table.weight.dtype) for each in announced.served.values()]
+        dtypes = [(torch.int64, each.table.wire_dtype) for each in announced.served.values()]
         tensors = messages.read([dtype for pair in dtypes for dtype in pair])
         served, is_complete = list(announced.served.values()), announced.is_present.all(1).tolist()
         return [
             ReceivedGrad(
                 served[n],
-                values=tensors[2 * n + 1],
+                values=served[n].table.decode(tensors[2 * n + 1]),
                 indices=tensors[2 * n],
                 is_present=None if is_complete[n] else announced.is_present[n],
                 slot_size=announced.slot_sizes[n],

@@ -285,7 +285,11 @@ class PrefetchTask:
             return [None] * len(self._calls)
         max_bytes = int(theirs[:, 1].max())
         sizes = LookupSizes(tables, theirs[:, 2:].unflatten(1, (-1, NUM_COUNTS)))
-        incoming = iter(exchange_ids(collectives, tables, outgoing, sizes, max_bytes)())
+        received = exchange_ids(collectives, tables, outgoing, sizes, max_bytes)()
+        for request, each in zip(tables, received, strict=True):
+            if each is not None:
+                request.table.prefetch(each.ids)
+        incoming = iter(received)
         return [
             TableRequests(each, self._first + n, list(itertools.islice(incoming, len(each))))
             for n, each in enumerate(requests)

@@ -243,7 +243,7 @@ class LookupSizes:
         tables = [each.table for each in requests]
         id_bytes = torch.tensor([table.id_dtype.itemsize for table in tables])
         weight_bytes = torch.tensor([table.weight.dtype.itemsize for table in tables])
-        row_bytes = torch.tensor([table.row_bytes for table in tables])
+        row_bytes = torch.tensor([table.wire_bytes for table in tables])
         sections = [
             self.ids * id_bytes,
             bags.clamp(min=0) * LENGTH_DTYPE.itemsize,
@@ -499,6 +499,8 @@ def _serve(
     local = [
         own if theirs is None else theirs for own, theirs in zip(requests, incoming, strict=True)
     ]
+    for table, each in zip(tables, local, strict=True):
+        table.prefetch(each.ids)
     found = serve_lookups(tables, local, needs_grad=needs_grad)
     for (_, grad_fn), handle, theirs in zip(found, handles, incoming, strict=True):
         if needs_grad and handle.table.weight.requires_grad:
@@ -525,15 +527,19 @@ def _return_rows(
     def outgoing() -> Sections:
         served = serve()
         local_rows.extend(rows for _, rows in served)
-        return [None if incoming is None else rows.contiguous() for incoming, rows in served]
+        return [
+            None if incoming is None else each.table.encode(rows)
+            for each, (incoming, rows) in zip(requests, served, strict=True)
+        ]
 
     messages = group.collectives.all_to_all(outgoing, theirs.reply, own.reply, max_bytes)
     found = []
-    received = messages.read([each.table.weight.dtype for each in requests])
+    received = messages.read([each.table.wire_dtype for each in requests])
     for each, local, flat in zip(requests, local_rows, received, strict=True):
         if not each.is_sent:
             found.append(local)
             continue
+        flat = each.table.decode(flat)
         if each.is_partial:
             flat = _sum_partial_bags(flat.view(group.collectives.world_size, -1).unbind())
         rows = flat.view(-1, each.table.dim)

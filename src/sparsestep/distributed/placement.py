@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._native import ext
+from sparsestep.distributed.wire import WireFormat, row_bytes
 from sparsestep.errors import InputError, message
 
 PlacementKind: TypeAlias = Literal["tables", "rows", "copy"]
@@ -37,6 +38,7 @@ class Placement(ABC):
         item: the number of bytes of an element.
         kind: ``"tables"``, ``"rows"`` or ``"copy"``, as in ``shard(plan=...)``.
         why: the reason for this placement.
+        wire: how rows are sent, as in ``shard(wire=...)``; copies are always sent unchanged.
 
     Example:
         >>> Replicated("user", rows=1000, dim=16, item=4).size
@@ -48,6 +50,7 @@ class Placement(ABC):
     dim: int
     item: int
     why: str = "your plan"
+    wire: WireFormat | None = None
     kind: ClassVar[PlacementKind]
     is_sharded: ClassVar[bool] = True  # False: every rank has all rows
 
@@ -64,6 +67,11 @@ class Placement(ABC):
     def size(self) -> int:
         """Bytes of the whole table."""
         return self.rows * self.dim * self.item
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of a row when it is sent."""
+        return row_bytes(self.wire, self.dim, self.item)
 
     def rows_on(self, rank: int, world_size: int) -> int:
         """The number of rows on a rank.
@@ -173,7 +181,7 @@ class ByTable(Placement):
         check_int("Placement", "owner", self.owner, 0)
 
     def _bytes_sent_by(self, rank: int, world_size: int, batch: int, length: float) -> int:
-        rows = batch * self.dim * self.item
+        rows = batch * self.wire_bytes
         if rank == self.owner:
             return rows * (world_size - 1)
         return rows + round(4 * batch * length)
@@ -184,7 +192,7 @@ class ByTable(Placement):
     def _bytes_per_step(self, world_size: int, batch: int, length: float) -> int:
         # Ids and gradients go to the owner, rows come back.
         away = (world_size - 1) / world_size
-        return round(away * (4 * batch * length + 2 * batch * self.dim * self.item))
+        return round(away * (4 * batch * length + 2 * batch * self.wire_bytes))
 
     def describe(self) -> str:
         return f"rank {self.owner}"
@@ -221,7 +229,7 @@ class ByRow(Placement):
             share = 1 if is_broadcast else 1 - (1 - 1 / world_size) ** length
             bags = batch * world_size * share
             lengths = LENGTH_DTYPE.itemsize * bags
-        return round(away * (4 * batch * length + lengths + 2 * bags * self.dim * self.item))
+        return round(away * (4 * batch * length + lengths + 2 * bags * self.wire_bytes))
 
     def describe(self) -> str:
         return "round-robin"

@@ -19,6 +19,7 @@ from sparsestep.distributed.placement import (
     check_length,
     check_rank,
 )
+from sparsestep.distributed.wire import WireFormat
 from sparsestep.errors import InputError, message
 
 if TYPE_CHECKING:
@@ -155,6 +156,18 @@ class Plan:
             for p in self.placements
         )
 
+    def most_bytes_sent(self) -> int:
+        """The bytes that the busiest rank sends in a step.
+
+        Example:
+            >>> Plan([ByTable("user", 1000, 16, 4, owner=1)], 3, batch=256).most_bytes_sent()
+            32768
+        """
+        # Ranks that own no whole table all send the same.
+        owners = {each.owner for each in self.placements if isinstance(each, ByTable)}
+        other = next((rank for rank in range(self.world_size) if rank not in owners), 0)
+        return max(self.bytes_sent_by(rank) for rank in {*owners, other})
+
     def __str__(self) -> str:
         heads = ["table", "rows", "dim", "kind", "where", "bytes/rank", "wire/step", "why"]
         lines = [heads, *(self._table_row(each) for each in self.placements)]
@@ -191,7 +204,10 @@ def format_bytes(size: float) -> str:
 
 
 def choose_placements(
-    tables: Sequence[TableSize], world_size: int, plan: str | Mapping[str, str]
+    tables: Sequence[TableSize],
+    world_size: int,
+    plan: str | Mapping[str, str],
+    wire: WireFormat | None = None,
 ) -> list[Placement]:
     """Place tables as the plan says, and by size where it says nothing.
 
@@ -222,7 +238,7 @@ def choose_placements(
         elif cls is ByTable:
             owner["owner"] = min(range(world_size), key=lambda rank: (load[rank], rank))
             load[owner["owner"]] += table.size
-        placements[index] = cls(*table, why=why, **owner)
+        placements[index] = cls(*table, why=why, wire=wire, **owner)
     return [placements[index] for index in range(len(tables))]
 
 

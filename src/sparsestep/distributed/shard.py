@@ -30,8 +30,10 @@ from sparsestep.distributed.lookup import (
 )
 from sparsestep.distributed.placement import Placement
 from sparsestep.distributed.plan import Plan, TableSize, choose_placements, resolve_name
+from sparsestep.distributed.wire import WireFormat, check_wire
 from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, message
+from sparsestep.memory.mapped_file import has_mapped_memory
 from sparsestep.nn.collection import EmbeddingBagCollection
 from sparsestep.nn.fuse import reason_not_fusible
 from sparsestep.nn.interop import excluded_from_compile
@@ -172,6 +174,7 @@ def shard(
     *,
     reduce: Reduction | Mapping[str, Reduction] = "mean",
     order: SumOrder = "fast",
+    wire: WireFormat | None = None,
 ) -> Plan:
     """Shard the tables of a model across the ranks of a process group.
 
@@ -189,7 +192,9 @@ def shard(
 
     Args:
         model: the model; may be a single table. For tables on the device ``meta``, each rank
-            creates only its own rows, so that no rank ever holds a whole table.
+            creates only its own rows, so that no rank ever holds a whole table. A table of
+            ``storage.mapped`` with ``"rows"`` gives each rank a file of its own next to it, such
+            as ``items.0-of-8``, for its rows and their state.
         mesh: a one-dimensional mesh of ranks; all ranks by default. Without a process group, this
             process alone.
         plan: ``"tables"``, each table whole on one rank; ``"rows"``, row ``i`` on rank
@@ -201,6 +206,10 @@ def shard(
         order: ``"global"`` sums the gradient of a row in the order of ranks and samples, which
             gives the bits of a single process with all batches one after the other. ``"fast"``
             sums on each rank first and sends less; the last digit may differ.
+        wire: how rows and gradients of tables that are not copied are sent: unchanged, as
+            ``"bf16"``, two bytes per element, or as ``"int8"``, one byte per element and four per
+            row. Rows are rounded to the nearest, gradients at random, so that they are right on
+            average. Tables and their state stay as they are.
 
     Returns:
         The plan. Print it to see where each table is, and why.
@@ -220,20 +229,25 @@ def shard(
         >>> optimizer.step()
     """
     # A rank that stops in the middle of an exchange keeps the others waiting.
-    return uninterrupted(partial(_shard_together, model, mesh, plan, reduce, order))
+    return uninterrupted(partial(_shard_together, model, mesh, plan, reduce, order, wire))
 
 
 def _shard_together(
-    model: nn.Module, mesh: DeviceMesh | None, plan: Any, reduce: Any, order: Any
+    model: nn.Module, mesh: DeviceMesh | None, plan: Any, reduce: Any, order: Any, wire: Any
 ) -> Plan:
     collectives = Collectives(_process_group(mesh))
     sharding: _Sharding | None = None
     facts: dict[str, str] = {}
     with Caught() as caught:
-        sharding = _Sharding(model, collectives, plan, reduce, order)
+        sharding = _Sharding(model, collectives, plan, reduce, order, wire)
         facts = sharding.facts()
     requirement = "shard: all ranks must shard the same tables with the same arguments"
-    compare_facts(collectives, facts, requirement, caught.error)
+    try:
+        compare_facts(collectives, facts, requirement, caught.error)
+    except BaseException:
+        for table in () if sharding is None else sharding.tables:
+            table.discard()
+        raise
     assert sharding is not None
     sharding.commit()
     return Plan(sharding.placements, collectives.world_size, tables=sharding.tables)
@@ -243,31 +257,48 @@ class _Sharding:
     """A model that is about to be sharded: everything that depends on this rank alone is done."""
 
     def __init__(
-        self, model: nn.Module, collectives: Collectives, plan: Any, reduce: Any, order: Any
+        self,
+        model: nn.Module,
+        collectives: Collectives,
+        plan: Any,
+        reduce: Any,
+        order: Any,
+        wire: Any,
     ) -> None:
         if ext is None and collectives.world_size > 1:
             requirement = "shard: several ranks need the compiled extension of sparsestep"
             raise InputError(message(requirement, "an installation without it"))
-        self._model, self._collectives, self._order = model, collectives, order
+        self._model, self._collectives, self._order, self._wire = model, collectives, order, wire
         self._modules = _find_tables(model)
         sizes = []
         for name, module in self._modules.items():
             rows, dim = module.weight.shape
             sizes.append(TableSize(name, rows, dim, module.weight.dtype.itemsize))
-        self.placements: list[Placement] = choose_placements(sizes, collectives.world_size, plan)
+        check_wire(wire)
+        self.placements: list[Placement] = choose_placements(
+            sizes, collectives.world_size, plan, wire
+        )
         if not isinstance(order, str) or order not in ("fast", "global"):
             raise InputError(message("shard: order must be one of fast, global", repr(order)))
+        if wire is not None and order == "global":
+            requirement = "shard: order='global' gives the bits of one process: wire must be None"
+            raise InputError(message(requirement, repr(wire)))
         reductions = _resolve_reduce(list(self._modules), reduce)
         self.tables: list[ShardedTable] = []
         for placement, module in zip(self.placements, self._modules.values(), strict=True):
-            options: Any = {"reduce": reductions[placement.name], "order": order}
+            options: Any = {"reduce": reductions[placement.name], "order": order, "wire": wire}
             table = ShardedTable(len(self.tables), module, placement, collectives, **options)
             table.check_supported(module)
             self.tables.append(table)
         _check_tied_weights(model, self.tables)
-        self._first_with_weight = self._init_rows()
-        for table, module in zip(self.tables, self._modules.values(), strict=True):
-            table.build_local(module)
+        try:
+            self._first_with_weight = self._init_rows()
+            for table, module in zip(self.tables, self._modules.values(), strict=True):
+                table.build_local(module)
+        except BaseException:
+            for table in self.tables:
+                table.discard()
+            raise
         self._collections = {
             name: each
             for name, each in model.named_modules()
@@ -290,6 +321,7 @@ class _Sharding:
 
     def facts(self) -> dict[str, str]:
         facts = {"tables": ", ".join(map(repr, self._modules)), "order": self._order}
+        facts["wire"] = str(self._wire)
         for table, module, first in zip(
             self.tables, self._modules.values(), self._first_with_weight, strict=True
         ):
@@ -303,6 +335,8 @@ class _Sharding:
             for option in _OPTIONS:
                 facts[f"{option} {of}"] = str(getattr(module, option, None))
             facts[f"requires_grad {of}"] = str(table.weight.requires_grad)
+            if table.row_stride > 1 and has_mapped_memory(table.weight):
+                facts[f"file {of}"] = "new" if table.new_file else "one that exists"
         for name, each in self._collections.items():
             names = ", ".join(key for key, _ in each.tables.named_children())
             facts[f"tables of collection {name!r}"] = names

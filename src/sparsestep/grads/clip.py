@@ -89,8 +89,9 @@ def clip_grad_norm_(
     try:
         with usable("clip_grad_norm_: max_norm and norm_type must be numbers"):
             norm_type, max_norm = float(norm_type), float(max_norm)
-        grads = _collect(name, params)
-        norms, rest = _local_norms(grads, sources, norm_type, foreach)
+        if exchange.error is None:  # otherwise gradients are still pending
+            grads = _collect(name, params)
+            norms, rest = _local_norms(grads, sources, norm_type, foreach)
     except BaseException as raised:  # other processes wait for this one
         error = raised
     # The norms travel with the agreement.

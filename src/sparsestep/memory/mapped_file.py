@@ -587,7 +587,7 @@ def settle(state: dict[str, Any]) -> None:
 
 
 def copy_rows(source: Tensor, target: Tensor, room_in: MappedFile | None = None) -> None:
-    """Copy a tensor to zeros of its shape in a file; rows of zeros take no disk space.
+    """Copy a tensor to the first rows of zeros in a file; rows of zeros take no disk space.
 
     The rows are reserved in ``room_in``, too.
     """
@@ -603,7 +603,7 @@ def copy_rows(source: Tensor, target: Tensor, room_in: MappedFile | None = None)
             for each in (file, room_in):
                 if each is not None:
                     each.reserve(rows)
-            target[first : first + step] = some
+            target[first : first + len(some)] = some
 
 
 class RowWrites:

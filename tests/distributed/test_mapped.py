@@ -1,0 +1,170 @@
+"""Tables in files: each rank has a file with its rows, and trains as one in memory does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.storage import mapped
+from tests.distributed.runs import said, whole
+from tests.ranks import Rank, ranks
+from tests.table import same_bits
+
+shard = sparsestep.distributed.shard
+ROWS, DIM = 11, 4
+each_kind = pytest.mark.parametrize("kind", ["rows", "tables"])
+
+
+def initial() -> Tensor:
+    return torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(0))
+
+
+def in_file(path: Path, *, filled: bool = True, **options: Any) -> nn.Embedding:
+    tensor = mapped(path, (ROWS, DIM), **options)
+    if filled:
+        with sparsestep.storage.writing(tensor):
+            tensor.copy_(initial())
+    return nn.Embedding.from_pretrained(tensor, freeze=False)
+
+
+def in_memory() -> nn.Embedding:
+    return nn.Embedding.from_pretrained(initial(), freeze=False)
+
+
+def trained(rank: Rank, table: nn.Embedding, kind: str, steps: int = 3) -> sparsestep.Adam:
+    shard(table, plan=kind, order="global", reduce="sum")
+    optimizer = sparsestep.Adam(table.parameters(), lr=0.1)
+    train(rank, table, optimizer, range(steps))
+    return optimizer
+
+
+def train(rank: Rank, table: nn.Embedding, optimizer: sparsestep.Adam, steps: range) -> None:
+    for step in steps:
+        draw = torch.Generator().manual_seed(10 * step + rank.index)
+        optimizer.zero_grad()
+        table(torch.randint(0, ROWS, (5,), generator=draw)).square().sum().backward()
+        optimizer.step()
+
+
+def whole_file(rank: Rank) -> Path:
+    """The same table, made on each rank's own disk."""
+    folder = rank.folder / str(rank.index)
+    folder.mkdir(exist_ok=True)
+    return folder / "items"
+
+
+@ranks(1, 3)
+@each_kind
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_ranks_train_files_as_tables_in_memory(rank: Rank, kind: str, in_rows: bool):
+    options = {"optimizer": sparsestep.Adam} if in_rows else {}
+    path = whole_file(rank)
+    ours, theirs = in_file(path, **options), in_memory()
+    optimizers = [trained(rank, table, kind) for table in (ours, theirs)]
+    assert same_bits(ours.weight.detach().clone(), theirs.weight.detach())
+    if len(ours.weight):
+        assert isinstance(ours.weight, sparsestep.storage.Mapped)
+        for name, value in optimizers[1].state[theirs.weight].items():
+            found = optimizers[0].state[ours.weight][name]
+            assert same_bits(found.clone(), value), name
+            assert found.dim() == 0 or isinstance(found, sparsestep.storage.Mapped)
+    if kind == "rows" and rank.world > 1:
+        name = f"items.{rank.index}-of-{rank.world}"
+        files = {"items", name}
+        if not in_rows:
+            files |= {f"{name}.exp_avg", f"{name}.exp_avg_sq"}
+        assert {each.name for each in path.parent.iterdir()} == files
+
+
+@ranks(2)
+def test_a_new_table_takes_no_disk_space(rank: Rank):
+    path = rank.folder / "items"  # of both ranks
+    table = nn.Embedding.from_pretrained(mapped(path, (1_000_000, 64)), freeze=False)
+    shard(table, plan="rows")
+    optimizer = sparsestep.SGD(table.parameters(), lr=1.0)
+    table(torch.tensor([0, 999_999])).sum().backward()
+    optimizer.step()
+    mine = Path(f"{path}.{rank.index}-of-2")
+    assert mine.stat().st_size > 100_000_000
+    assert mine.stat().st_blocks * 512 < 1_000_000
+    assert float(table.weight[-1 if rank.index else 0].detach().sum()) == -64.0
+
+
+@ranks(2)
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_a_restarted_program_loads_the_checkpoint_into_its_files(rank: Rank, in_rows: bool):
+    options = {"optimizer": sparsestep.Adam} if in_rows else {}
+    path = whole_file(rank)
+    table = in_file(path, **options)
+    optimizer = trained(rank, table, "rows")
+    sparsestep.distributed.save(rank.folder / "checkpoint", table, optimizer)
+    train(rank, table, optimizer, range(3, 6))
+    expected = table.weight.detach().clone()
+    train(rank, table, optimizer, range(7, 9))  # after the checkpoint
+    del table, optimizer
+    again = in_file(path, filled=False, **options)
+    shard(again, plan="rows", order="global", reduce="sum")
+    other = sparsestep.Adam(again.parameters(), lr=0.1)
+    sparsestep.distributed.load(rank.folder / "checkpoint", again, other)
+    train(rank, again, other, range(3, 6))
+    assert isinstance(again.weight, sparsestep.storage.Mapped)
+    assert same_bits(again.weight.detach().clone(), expected)
+
+
+@ranks(3)
+@each_kind
+def test_another_placement_loads_the_checkpoint_of_files(rank: Rank, kind: str):
+    """Into files, into memory, and into one process: what the ranks had."""
+    path = whole_file(rank)
+    table = in_file(path)
+    optimizer = trained(rank, table, "rows")
+    everything = whole(rank, table.weight.clone(), "rows", ROWS)
+    sparsestep.distributed.save(rank.folder / "checkpoint", table, optimizer)
+    for other in (in_file(path.with_name("other"), filled=False), in_memory()):
+        shard(other, plan=kind)
+        loaded = sparsestep.Adam(other.parameters())
+        sparsestep.distributed.load(rank.folder / "checkpoint", other, loaded)
+        assert same_bits(whole(rank, other.weight.clone(), kind, ROWS), everything)
+    found = sparsestep.distributed.consolidate(rank.folder / "checkpoint")
+    assert same_bits(found["model"]["weight"], everything)
+
+
+@ranks(2)
+def test_what_cannot_be_sharded_is_refused_and_leaves_no_file(rank: Rank):
+    path = whole_file(rank)
+
+    def refused(table: nn.Module, **options: Any) -> str:
+        before = table.weight.detach().clone()
+        text = said(lambda: shard(table, **options))
+        assert same_bits(table.weight.detach().clone(), before)
+        assert not list(path.parent.glob("*-of-*"))
+        return text
+
+    table = in_file(path)
+    assert "'copy'" in refused(table, plan="copy")
+    part = nn.Embedding.from_pretrained(table.weight.detach()[:5], freeze=False)
+    assert "a part of it" in refused(part, plan="rows")
+    assert "reduce" in refused(table, plan="rows", reduce="mean" if rank.is_last else "sum")
+    alone = sparsestep.Adam(table.parameters())
+    table(torch.arange(3)).sum().backward()
+    alone.step()
+    assert "has trained" in refused(table, plan="rows")
+
+
+@ranks(2)
+def test_files_of_some_ranks_only_are_refused(rank: Rank):
+    path = whole_file(rank)
+    table = in_file(path)
+    trained(rank, table, "rows")
+    del table
+    mine = Path(f"{path}.{rank.index}-of-2")
+    if rank.is_last:  # its disk was replaced
+        mine.unlink()
+    text = said(lambda: shard(in_file(path, filled=False), plan="rows"))
+    assert "one that exists on rank 0, new on rank 1" in text
+    assert mine.exists() == (not rank.is_last)

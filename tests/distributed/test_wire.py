@@ -1,0 +1,179 @@
+"""Rows and gradients in fewer bytes: error bounds, random rounding, and the bytes that are sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sparsestep
+from sparsestep.distributed.wire import Codec
+from tests.distributed.runs import said, whole
+from tests.ranks import Rank, ranks
+from tests.table import same_bits
+
+shard = sparsestep.distributed.shard
+FORMATS = ("bf16", "int8")
+each_format = pytest.mark.parametrize("wire", FORMATS)
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+matrices = st.integers(1, 9).flatmap(
+    lambda dim: st.lists(st.lists(floats, min_size=dim, max_size=dim), min_size=1, max_size=4)
+)
+TINY, LARGEST_BF16 = 2.0**-126, 3.3895313892515355e38
+
+
+def coded(wire: Any, rows: Tensor, *, is_grad: bool, seed: int = 0) -> Tensor:
+    codec = Codec(wire, rows.shape[1], rows.dtype, seed)
+    return codec.decode(codec.encode(rows, is_grad=is_grad)).view(rows.shape)
+
+
+def bounds(wire: str, rows: Tensor, *, is_grad: bool) -> Tensor:
+    """The largest error of each element that the documentation allows."""
+    rows = rows.double()
+    if wire == "int8":
+        step = (rows.abs().amax(1, keepdim=True) / 127).clamp(min=TINY)
+        bound = step if is_grad else step / 2
+        return (bound * (1 + 1e-5)).expand_as(rows)
+    beyond = (rows.abs() - LARGEST_BF16).clamp(min=0)
+    step = (rows.abs() * 2.0**-7).clamp(min=2.0**-133)
+    return torch.maximum(step if is_grad else step / 2, beyond)
+
+
+@each_format
+@pytest.mark.parametrize("is_grad", [False, True])
+@given(values=matrices)
+def test_errors_are_bounded(values: list[list[float]], is_grad: bool, wire: str):
+    rows = torch.tensor(values)
+    found = coded(wire, rows, is_grad=is_grad)
+    error = (found.double() - rows.double()).abs()
+    assert bool((error <= bounds(wire, rows, is_grad=is_grad)).all()), error
+    assert found.isfinite().all()
+    assert bool((found[rows == 0] == 0).all())
+
+
+@given(values=matrices)
+def test_rows_in_bf16_are_torchs(values: list[list[float]]):
+    rows = torch.tensor(values).clamp(-LARGEST_BF16, LARGEST_BF16)
+    assert same_bits(coded("bf16", rows, is_grad=False), rows.bfloat16().float())
+
+
+@each_format
+def test_gradients_are_right_on_average(wire: str):
+    torch.manual_seed(0)
+    rows = torch.randn(20_000, 8)
+    error = coded(wire, rows, is_grad=True).double() - rows.double()
+    relative = error / bounds(wire, rows, is_grad=True)
+    # A step's rounding error has a variance of at most a quarter of its square.
+    assert abs(float(relative.mean())) < 4 * 0.5 / relative.numel() ** 0.5
+    assert float(relative.abs().mean()) > 0.1, "not rounded to the nearest"
+
+
+@each_format
+def test_random_bits_depend_on_values_and_seed_alone(wire: str):
+    rows = torch.randn(100, 7, generator=torch.Generator().manual_seed(0))
+    first = coded(wire, rows, is_grad=True)
+    assert same_bits(coded(wire, rows.flip(0), is_grad=True).flip(0), first)
+    assert not torch.equal(coded(wire, rows, is_grad=True, seed=1), first)
+    already = coded(wire, rows, is_grad=False)
+    if wire == "bf16":  # a value that has a code keeps it
+        assert same_bits(coded(wire, already, is_grad=True), already)
+
+
+@each_format
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_are_seen_by_the_owner(wire: str, bad: float):
+    rows = torch.ones(3, 5)
+    rows[1, 2] = bad
+    for is_grad in (False, True):
+        found = coded(wire, rows, is_grad=is_grad)
+        assert torch.equal(found[[0, 2]], torch.ones(2, 5))
+        assert not found[1, 2].isfinite()
+        if wire == "bf16":
+            assert same_bits(found[1].nan_to_num(7.0), rows[1].nan_to_num(7.0))
+
+
+class Counted:
+    """The bytes that this rank sends to others, without status and counts."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.sent, self._torchs, self._rank = 0, dist.all_to_all_single, rank
+        rank.monkeypatch.setattr(dist, "all_to_all_single", self)
+
+    def __call__(self, output: Tensor, given: Tensor, *sizes: Any, group: Any = None) -> None:
+        if sizes[0] is not None:  # each message ends with one byte of status
+            self.sent += sum(sizes[1]) - self._rank.world
+        self._torchs(output, given, *sizes, group=group)
+
+
+@ranks(3)
+@pytest.mark.parametrize("kind", ["rows", "tables"])
+@pytest.mark.parametrize("wire", [None, *FORMATS])
+def test_the_bytes_of_a_step_are_those_of_the_plan(rank: Rank, kind: str, wire: str | None):
+    table = nn.Embedding(12, 32)
+    plan = shard(table, plan=kind, wire=wire).for_batch(12)
+    optimizer = sparsestep.SGD(table.parameters(), lr=1.0)
+    counted = Counted(rank)
+    table(torch.arange(12)).sum().backward()
+    optimizer.step()
+    sent = sum(rank.gather(counted.sent))
+    away, row = 2 / 3, {None: 128, "bf16": 64, "int8": 36}[wire]
+    assert sent == round(3 * away * 12 * (4 + 2 * row))
+    assert sent == sum(plan.bytes_sent_by(each) for each in range(3))
+
+
+@ranks(1, 3)
+@each_format
+@pytest.mark.parametrize("kind", ["rows", "tables", "copy"])
+def test_lookups_and_updates_are_within_the_bounds(rank: Rank, wire: str, kind: str):
+    """Bags whose parts are on several ranks: each part is rounded."""
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(12, 6, mode="sum")
+    rows = table.weight.detach().clone()
+    shard(table, plan=kind, reduce="sum", wire=wire)
+    optimizer = sparsestep.SGD(table.parameters(), lr=1.0)
+    draw = torch.Generator().manual_seed(7)
+    everyones = [(torch.randint(0, 12, (5, 2), generator=draw)) for _ in range(rank.world)]
+    grads = [torch.randn(5, 6, generator=draw) for _ in range(rank.world)]
+    ids, grad = everyones[rank.index], grads[rank.index]
+    found = table(ids)
+    exact = rank.world == 1 or kind == "copy"
+    bound = bounds(wire, rows, is_grad=False).max() * 4
+    torch.testing.assert_close(
+        found.detach(), rows[ids].sum(1), rtol=1e-6, atol=1e-6 if exact else float(bound)
+    )
+    assert exact == torch.allclose(found.detach(), rows[ids].sum(1), rtol=0, atol=1e-6)
+    found.backward(grad)
+    optimizer.step()
+    expected, error = rows.clone(), torch.zeros_like(rows)
+    for each, pushed in zip(everyones, grads, strict=True):
+        for column in each.t():
+            expected.index_add_(0, column, pushed, alpha=-1)
+            error.index_add_(0, column, bounds(wire, pushed, is_grad=True).float())
+    local = whole(rank, table.weight, kind, 12)
+    slack = torch.full_like(error, 1e-5)
+    assert bool(((local - expected).abs() <= (slack if exact else error + slack)).all())
+
+
+@ranks(2)
+def test_what_does_not_fit_is_refused_on_all_ranks(rank: Rank):
+    def refused(dtype: torch.dtype = torch.float32, **options: Any) -> str:
+        table = nn.Embedding(6, 2, dtype=dtype)
+        before = table.weight.detach().clone()
+        text = said(lambda: shard(table, plan="rows", **options))
+        assert type(table) is nn.Embedding
+        assert torch.equal(table.weight, before)
+        return text
+
+    assert "one of bf16, int8" in refused(wire="fp4")
+    assert "wire must be None" in refused(wire="int8", order="global")
+    assert "must be float32" in refused(torch.float64, wire="bf16")
+    assert "wire" in refused(wire="bf16" if rank.is_last else "int8")
+    half = nn.Embedding(6, 2, dtype=torch.bfloat16)
+    values = half.weight.detach().clone()
+    shard(half, plan="rows", wire="bf16")
+    assert same_bits(half(torch.arange(6)).detach(), values)
