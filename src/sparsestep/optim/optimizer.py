@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
+from operator import and_
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -226,6 +227,7 @@ class RuleOptimizer(_Base):
             try:
                 self.check_values(param_group)
                 self.check_params(group_index, param_group)
+                self.stored_rule_for(param_group)  # refuses state that int8 cannot hold
                 is_dense = self.semantics == "dense"
                 if is_dense:  # refuses rules without an idle update
                     settings = self.groups.read(self, group_index, param_group)
@@ -883,7 +885,7 @@ class RuleOptimizer(_Base):
                 self.prepare_forget(param, changed.reshape(-1).nonzero().squeeze(1), writes)
             elif changed is not None:
                 both = [m for m in (old, mask) if m is not None]
-                stays = torch.stack([masks.over_elements(m, memory.shape) for m in both]).all(0)
+                stays = reduce(and_, (masks.over_elements(m, memory.shape) for m in both))
                 self._prepare_reset(param, changed, stays.flatten(1).any(1), writes)
         for place in places:
             listed[place] = mask
