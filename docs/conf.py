@@ -64,8 +64,9 @@ nitpick_ignore_regex = [
     ),
     (
         "py:.*",
-        r"(ParamsT|Tensor|Mask|Engine|Semantics|BiasCorrection|Formula|Only|Model|PlacementKind|Reduction|SumOrder"
-        r"|Evict|Init|Table|ShardedTable|AnyOptimizer|(typing\.)?Concatenate|Options(\.k?w?args)?|Made)",
+        r"(ParamsT|Tensor|Mask|Engine|Semantics|BiasCorrection|Formula|Only|Model|PlacementKind|Reduction|SumOrder|WireFormat"
+        r"|Evict|Init|Table|ShardedTable|AnyOptimizer|(typing\.)?Concatenate|Options(\.k?w?args)?|Made"
+        r"|functools\.partial)",
     ),
 ]
 
