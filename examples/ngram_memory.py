@@ -57,7 +57,7 @@ class GPT(nn.Module):
         self.positions = nn.Parameter(torch.randn(CONTEXT, WIDTH) / 10)
         self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)
-        self.memory = None
+        self.memory: sparsestep.nn.NgramEmbedding | None = None
         if rows:
             weight = torch.zeros(rows, WIDTH)
             self.memory = sparsestep.nn.NgramEmbedding(rows, WIDTH, orders=ORDERS, weight=weight)
@@ -122,7 +122,8 @@ def train(rows: int, steps: int, learned: Tensor, held_out: Tensor) -> list[Poin
     model = GPT(rows)
     optimizer = optimizer_of(model)
     checks = torch.stack([batch(held_out, step) for step in range(8)]).flatten(0, 1)
-    points, seconds = [], 0.0
+    points: list[Point] = []
+    seconds = 0.0
     for step in range(steps + 1):
         if step % max(1, steps // 8) == 0:
             model.eval()
@@ -141,7 +142,7 @@ def step_time(rows: int, learned: Tensor, steps: int = 12) -> float:
     """The median time of a training step, in milliseconds."""
     model = GPT(rows)
     optimizer = optimizer_of(model)
-    times = []
+    times: list[float] = []
     for step in range(steps):
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -158,7 +159,8 @@ def tokens_until(points: list[Point], loss: float) -> Point | None:
 
 def draw(file: Path, charts: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
     """A picture of line charts, one beside the other."""
-    colors, parts = ("#888888", "#1f77b4"), []
+    colors = ("#888888", "#1f77b4")
+    parts: list[str] = []
     for number, (title, lines) in enumerate(charts.items()):
         left, bottom = 50 + 330 * number, 230
         xs = [x for line in lines.values() for x, _ in line]
@@ -184,7 +186,7 @@ def draw(file: Path, charts: dict[str, dict[str, list[tuple[float, float]]]]) ->
 
 def main() -> int:
     """Train both, and compare; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
