@@ -265,7 +265,7 @@ class Threads:
 
     def run(self) -> Threads:
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(interval / 100)  # Python changes threads that much more often
+        sys.setswitchinterval(1e-7)  # Python changes threads as often as it can
         try:
             for thread in self._threads:
                 thread.start()
@@ -279,6 +279,11 @@ class Threads:
 
 def ones_in(rows: list[int]) -> Tensor:
     return torch.sparse_coo_tensor(torch.tensor([rows]), torch.ones(len(rows), 4), SHAPE)
+
+
+def bad_step(opt: FunctionalOptimizer, param: Tensor) -> None:
+    with pytest.raises(InputError, match="shape"):
+        opt.step_param(param, torch.ones(3))
 
 
 def repeat(count: int, call: Callable[[], object]) -> Callable[[], None]:
@@ -307,7 +312,8 @@ def test_no_update_of_one_param_is_lost(dense: bool, engine: str):
     assert torch.equal(param, expected)
 
 
-def test_new_params_in_different_threads():
+@pytest.mark.parametrize("attempt", range(5))
+def test_new_params_in_different_threads(attempt: int):
     """They are added side by side, in any order, each by two threads and once."""
     ours, theirs = ([torch.ones(SHAPE) for _ in range(8)] for _ in range(2))
     opt = sparsestep.FunctionalAdam([], _allow_empty_param_list=True)
@@ -315,6 +321,7 @@ def test_new_params_in_different_threads():
     grads = [ones_in([number, 3, number]) for number in range(8)]
     pairs = list(zip(ours, grads, strict=True))
     works = [repeat(25, partial(opt.step_param, *pair)) for pair in pairs * 2]
+    works += [repeat(5, partial(bad_step, opt, param)) for param in ours]
     assert not Threads(*works).run().raised
     repeat(50, partial(alone.step, grads))()
     for mine, its in zip(ours, theirs, strict=True):

@@ -483,19 +483,21 @@ class FunctionalOptimizer:
         if torch.compiler.is_compiling():
             _uncompiled_step_param(self, param, grad)
             return
-        if self._place_of(param) is None and self._take_on(param, grad):
-            return
-        if grad is not None:
-            with self._lock_of(id(param)):
-                place = self._place_of(param)
-                assert place is not None
+        while not self._step_known(param, grad) and not self._take_on(param, grad):
+            pass  # another thread has added it meanwhile
+
+    def _step_known(self, param: Tensor, grad: Gradient | None) -> bool:
+        with self._lock_of(id(param)):
+            place = self._place_of(param)
+            if place is not None and grad is not None:
                 self._update(place, grad)
+            return place is not None
 
     def _place_of(self, param: Tensor) -> int | None:
         """Its number in the group, which others may have changed meanwhile."""
         params = self.param_group["params"]
         place = self._places.get(id(param))
-        if place is not None and place < len(params) and params[place] is param:
+        if place is not None and (params[place : place + 1] or [None])[0] is param:
             return place
         found = next((i for i, known in enumerate(params) if known is param), None)
         if found is not None:
@@ -545,7 +547,7 @@ class FunctionalOptimizer:
 
     def _take_on(self, param: Tensor, grad: Gradient | None) -> bool:
         """Add a parameter, with its first step; false if another thread has added it meanwhile."""
-        with self._adding:
+        with self._adding, self._lock_of(id(param)):
             if self._place_of(param) is not None:
                 return False
             group = self.param_group
@@ -557,7 +559,7 @@ class FunctionalOptimizer:
                 names.append(f"param {index}")
             try:
                 self._update(index, grad)
-            except Exception:  # undo: it was not visible to other threads yet
+            except Exception:  # undo, before another thread can have its lock
                 del params[index:]
                 if names is not None:
                     del names[index:]
