@@ -11,22 +11,20 @@ own (Linux).
 from __future__ import annotations
 
 import argparse
-import ctypes
-import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 import sparsestep
+from benchmarks.harness.memory import peak_rss_growth
 from benchmarks.harness.race import Stepping, add_rounds, medians
 from benchmarks.harness.workload import SETS
-from sparsestep import IndexedGrad, functional
+from sparsestep import IndexedGrad
 from sparsestep.cli.options import int_in_range
 from sparsestep.grads.layouts import Gradient
 
@@ -100,44 +98,23 @@ def compare(layout: str, size: int, rounds: int) -> None:
     assert not (moved & never).any(), "elements have moved that no gradient held"
 
 
-def kilobytes(field: str) -> int:
-    """A field of this process's status."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(field))
+STEP = """
+import torch
+from benchmarks import layouts
+from sparsestep import functional
+torch.manual_seed(0)
+layout, size = sys.argv[1], int(sys.argv[2])
 
+def case(size):
+    mean, square = (torch.ones(size, size) for _ in range(2))
+    return torch.ones(size, size), layouts.gradient(layout, size), mean, square
 
-def extra_bytes(layout: str, size: int) -> int:
-    """By how much the peak of resident memory grows in a step; for a process of its own."""
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-
-    def case(size: int) -> tuple[Tensor, ...]:
-        mean, square = (torch.ones(size, size) for _ in range(2))
-        return torch.ones(size, size), gradient(layout, size), mean, square
-
-    functional.adam_(*case(16 * BLOCK), step=1)  # loads code, starts threads
-    given = case(size)
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed is no reserve to take from
-    Path("/proc/self/clear_refs").write_text("5")  # from here on, the peak counts anew
-    before = kilobytes("VmRSS")
-    functional.adam_(*given, step=1)
-    return (kilobytes("VmHWM") - before) * 1024
-
-
-def show_memory(layout: str, size: int) -> None:
-    code = f"import layouts; print(layouts.extra_bytes({layout!r}, {size}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    extra, weight = int(done.stdout), 4 * size * size
-    print(
-        f"{layout}: a step takes {extra / weight:.2f} of the weight's memory on top: "
-        f"{extra / 1e6:.1f} MB, the weight has {weight / 1e6:.1f} MB"
-    )
+functional.adam_(*case(16 * layouts.BLOCK), step=1)  # loads code, starts threads
+given = case(size)
+begin()
+functional.adam_(*given, step=1)
+print(growth())
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -156,7 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compare(layout, options.size, options.rounds)
     if sys.platform.startswith("linux"):
         for layout in SHARES:
-            show_memory(layout, options.size)
+            extra = peak_rss_growth(STEP, layout, options.size, return_freed=True)
+            share = extra / (4 * options.size**2)
+            print(f"{layout}: a step takes {share:.2f} of the weight's memory on top")
 
 
 if __name__ == "__main__":

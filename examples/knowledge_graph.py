@@ -36,14 +36,8 @@ def train(make: Callable[[Model], sparsestep.Adam]) -> list[float]:
     torch.manual_seed(0)
     known = triples()
     model = ComplEx(triples_factory=known, embedding_dim=16, random_seed=0)
-    optimizer = make(model)
-    # PyKEEN would create another optimizer with the same options, which would not track the
-    # model. If this one already has state, PyKEEN continues with it.
-    optimizer.materialize_state()
-    loop = SLCWATrainingLoop(model=model, triples_factory=known, optimizer=optimizer)
-    losses = loop.train(
-        known, num_epochs=EPOCHS, batch_size=32, use_tqdm=False, continue_training=True
-    )
+    loop = SLCWATrainingLoop(model=model, triples_factory=known, optimizer=make(model))
+    losses = loop.train(known, num_epochs=EPOCHS, batch_size=32, use_tqdm=False)
     assert losses is not None
     return losses
 

@@ -297,9 +297,25 @@ def test_a_table_that_is_written_while_rows_are_deferred_warns(in_place: bool):
         train(model, opt, range(6, 7))
 
 
+@pytest.mark.parametrize("guard", [False, True], ids=["tracked", "guarded"])
+def test_an_optimizer_that_is_created_again_before_the_first_step_tracks_the_model(guard: bool):
+    model, opt = made(Nested, True)
+    expected, other = made(Nested, True)
+    for each, its in ((opt, model), (other, expected)):
+        each.track(its, guard=guard)
+    options = {k: v for k, v in opt.state_dict()["param_groups"][0].items() if k != "params"}
+    again = type(opt)(model.parameters(), **options)  # as PyKEEN does
+    assert again.semantics == "dense"
+    train(model, again, range(9))
+    train(expected, other, range(9))
+    for one, its in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
+        assert same_bits(one, its)
+
+
 def test_an_optimizer_of_tracked_parameters_that_lost_its_semantics_warns():
     model, opt = made(Nested, True)
     handle = opt.track(model)
+    train(model, opt, range(1))  # or the next one would replace it
     with pytest.warns(sparsestep.StaleWarning, match=r"AdamW has semantics='masked'.*track\(model"):
         sparsestep.AdamW(model.parameters())  # as PyKEEN makes one of an optimizer's options
     other = sparsestep.SGD([torch.zeros(1)])

@@ -27,34 +27,38 @@ from sparsestep._torch import (
 from sparsestep.deferred.rows import valid_rows
 from sparsestep.errors import InputError, StaleWarning, message, warn
 
-_trackers: Any = WeakIdKeyDictionary()  # weak references to optimizers, by parameter
+_handles: Any = WeakIdKeyDictionary()  # weak references to Tracking, by parameter
 
 
-def _register_tracker(owner: Any, params: Iterable[Tensor]) -> Callable[[], None]:
-    """Register the optimizer that tracks these parameters; returns the call that undoes it."""
+def _register(handle: Tracking, params: Iterable[Tensor]) -> Callable[[], None]:
+    """Register the tracking of these parameters; returns the call that undoes it."""
     for param in params:
-        _trackers.setdefault(param, []).append(weakref.ref(owner))
+        _handles.setdefault(param, []).append(weakref.ref(handle))
 
     def unregister() -> None:
         for param in params:
-            owners = _trackers.get(param, [])
-            owners[:] = [each for each in owners if each() not in (owner, None)]
-            if not owners:
-                _trackers.pop(param, None)
+            handles = _handles.get(param, [])
+            handles[:] = [each for each in handles if each() not in (handle, None)]
+            if not handles:
+                _handles.pop(param, None)
 
     return unregister
 
 
+def _tracking_of(param: Tensor) -> Iterator[Tracking]:
+    for handle in _handles.get(param, ()) if _handles else ():
+        found = handle()
+        if found is not None:
+            yield found
+
+
 def catch_up_tracked(param: Tensor, ids: Any) -> None:
     """Catch up the rows of a parameter that an operation of a graph reads, if it is tracked."""
-    owners = _trackers.get(param) if _trackers else None
-    inside = None if owners is None else valid_rows(ids, param)
-    if owners is None or inside is None:  # the operation raises if an id is invalid
-        return
-    for owner in owners:
-        optimizer = owner()
-        if optimizer is not None:
-            optimizer.catch_up_rows(param, inside)
+    tracking = list(_tracking_of(param))
+    inside = valid_rows(ids, param) if tracking else None
+    if inside is not None:  # else the operation raises: an id is invalid
+        for each in tracking:
+            each.optimizer.catch_up_rows(param, inside)
 
 
 _read_in_graphs: Any = WeakIdKeyDictionary()  # parameters, by rows or as a whole
@@ -68,14 +72,12 @@ def _keep_current(module: nn.Module) -> None:
     Called by the compiler when it traces the module: no code of ours runs in its graph.
     """
     for param in own_parameters(module).values():
-        for owner in () if param is None else _trackers.get(param, ()):
-            optimizer: Any = owner()
-            if optimizer is not None:
-                optimizer.catch_up_rows(param, None)
-                _read_in_graphs[param] = True
-                if optimizer not in _hooked:
-                    _hooked.add(optimizer)
-                    optimizer.register_step_post_hook(_catch_up_read_in_graphs)
+        for each in () if param is None else _tracking_of(param):
+            each.optimizer.catch_up_rows(param, None)
+            _read_in_graphs[param] = True
+            if each.optimizer not in _hooked:
+                _hooked.add(each.optimizer)
+                each.optimizer.register_step_post_hook(_catch_up_read_in_graphs)
 
 
 def _catch_up_read_in_graphs(optimizer: Any, *_: Any) -> None:
@@ -85,15 +87,39 @@ def _catch_up_read_in_graphs(optimizer: Any, *_: Any) -> None:
                 optimizer.catch_up_rows(param, None)
 
 
+def predecessor_of(optimizer_class: type, params: Any) -> Any:
+    """The optimizer that a new one with these parameters replaces, or ``None``.
+
+    Some frameworks create the optimizer again before the first step, from the options of a param
+    group. Then the new one has to have the same semantics, and to track the model.
+    """
+    if not _handles or not isinstance(params, list) or not all(map(torch.is_tensor, params)):
+        return None
+    for each in (each for param in params for each in _tracking_of(param)):
+        other = each.optimizer
+        has_stepped = other.iterations or other.updates
+        if type(other) is optimizer_class and not has_stepped:
+            if {*map(id, other.params())} == {*map(id, params)}:
+                return other
+    return None
+
+
+def replace_tracked(old: Any, new: Any) -> None:
+    """Let an optimizer track the models of another instead of that."""
+    for handle in {each for param in new.params() for each in _tracking_of(param)}:
+        if handle.optimizer is old:
+            handle.optimizer = new
+            for guard in handle.guards:
+                guard.optimizer = weakref.ref(new)
+
+
 def warn_if_tracked_elsewhere(name: str, params: Iterable[Tensor]) -> None:
     """Warn if parameters of an optimizer with masked semantics are tracked by another.
 
     Frameworks that recreate an optimizer from the options of its groups lose the semantics.
     """
-    if not _trackers:
-        return
-    others = (owner() for param in params for owner in _trackers.get(param, ()))
-    other = next((type(other).__name__ for other in others if other is not None), None)
+    found = (each for param in params for each in _tracking_of(param))
+    other = next((type(each.optimizer).__name__ for each in found), None)
     if other is not None:
         warn(
             StaleWarning,
@@ -181,7 +207,7 @@ class Tracking:
     """
 
     def __init__(self, optimizer: Any, model: nn.Module, *, guard: bool = False) -> None:
-        self._optimizer = optimizer  # None for a copy
+        self.optimizer = optimizer  # None for a copy
         self._undo: list[Callable[[], None]] = []
         if optimizer is None:
             return
@@ -199,15 +225,15 @@ class Tracking:
             if module is not model:  # it may be saved and loaded alone
                 self._hook_state_dict(module)
             self._undo.append(ModuleHooks.add(module, self._catch_up))
-        self._undo.append(_register_tracker(optimizer, tables.values()))
+        self._undo.append(_register(self, tables.values()))
         hook_averaged_models(_catch_up_tables)
         self._undo.append(weakref.finalize(self, unhook_averaged_models))  # called once at most
-        if guard:
-            self._undo += [
-                ReadGuard(optimizer, table).remove
-                for table in tables.values()
-                if type(table) in (nn.Parameter, GuardedParameter)  # not subclasses of others
-            ]
+        self.guards = [
+            ReadGuard(optimizer, table)
+            for table in (tables.values() if guard else ())
+            if type(table) in (nn.Parameter, GuardedParameter)  # not subclasses of others
+        ]
+        self._undo += [each.remove for each in self.guards]
         if "torch._dynamo" in sys.modules:  # compiled code does not call new hooks
             torch.compiler.reset()
 
@@ -252,7 +278,7 @@ class Tracking:
         _uncompiled(self._catch_up_module)(module, reader)
 
     def _catch_up_module(self, module: nn.Module, reader: str | None = None) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         for param in own_parameters(module).values():
             if param is not None and optimizer is not None:
                 table = _param_aliased_by(optimizer, param)
@@ -263,24 +289,24 @@ class Tracking:
 
     def _after_renorm(self, module: nn.Module, *_: Any) -> None:
         weight = module.weight
-        if self._optimizer is not None and isinstance(weight, Tensor):
-            deferred = self._optimizer.deferred.get(id(weight))
+        if self.optimizer is not None and isinstance(weight, Tensor):
+            deferred = self.optimizer.deferred.get(id(weight))
             if deferred is not None:
                 deferred.note_write(weight)
 
     def _catch_up_ids(self, weight: Tensor, ids: Any) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         inside = None if optimizer is None else valid_rows(ids, weight)
         if inside is not None:  # else the module raises: an id is invalid
             optimizer.catch_up_rows(_param_aliased_by(optimizer, weight), inside)
 
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
-        if self._optimizer is None:
+        if self.optimizer is None:
             return
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             self._catch_up_module(module)
         else:
-            self._optimizer.catch_up()
+            self.optimizer.catch_up()
 
     def remove(self) -> None:
         """Stop tracking."""
@@ -290,16 +316,16 @@ class Tracking:
 
     @torch.no_grad()
     def __deepcopy__(self, memo: dict[int, Any]) -> Tracking:
-        if self._optimizer is not None:
-            self._optimizer.catch_up()
-            for param in self._optimizer.params():
+        if self.optimizer is not None:
+            self.optimizer.catch_up()
+            for param in self.optimizer.params():
                 if id(param) in memo:  # copied before it was current
                     memo[id(param)].copy_(param)
         return _untracked()
 
     def __reduce__(self) -> Any:
-        if self._optimizer is not None:
-            self._optimizer.catch_up()
+        if self.optimizer is not None:
+            self.optimizer.catch_up()
         return _untracked, ()
 
 
@@ -424,7 +450,7 @@ class ReadGuard:
     """Catches up deferred rows of a table before they are read."""
 
     def __init__(self, optimizer: Any, table: Tensor) -> None:
-        self._optimizer: Any = weakref.ref(optimizer)  # the table keeps the guard
+        self.optimizer: Any = weakref.ref(optimizer)  # the table keeps the guard
         self._table: Any = weakref.ref(table)
         if not isinstance(table, GuardedParameter):
             setattr(table, _NAME, [])
@@ -433,7 +459,7 @@ class ReadGuard:
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Catch up the rows that a function is about to read."""
-        optimizer, table = self._optimizer(), self._table()
+        optimizer, table = self.optimizer(), self._table()
         if optimizer is None or table is None:
             return
         deferred = optimizer.deferred.get(id(table))
