@@ -50,12 +50,11 @@ public:
         return nb::make_tuple(made.without, made.taken, pending_);
     }
 
-    // False, and nothing has changed, unless this claim is the pending one.
-    bool commit(int64_t claim) {
-        if (!claim || claim != pending_) return false;
+    bool is_pending(int64_t claim) const { return claim && claim == pending_; }
+
+    void commit() {
         pending_ = 0;
         known_.commit();
-        return true;
     }
 
     void rollback() {
@@ -115,8 +114,9 @@ void bind_vocabulary(nb::module_& module) {
         .def("claim", &BoundVocabulary::claim, nb::arg("ids"), nb::arg("rows"), nb::arg("now"),
              nb::arg("taken"), nb::arg("threads"),
              "Count ids and assign rows, provisionally: any call but commit undoes it.")
-        .def("commit", &BoundVocabulary::commit, nb::arg("claim"),
-             "Make the pending claim final; false if it is another one.")
+        .def("is_pending", &BoundVocabulary::is_pending, nb::arg("claim"),
+             "Whether there was no other call since a claim.")
+        .def("commit", &BoundVocabulary::commit, "Make the pending claim final.")
         .def("rollback", &BoundVocabulary::rollback, "Undo the pending claim, if there is one.")
         .def("sizes", &BoundVocabulary::sizes, "Rows in use, candidates, sightings.")
         .def("save", &BoundVocabulary::save, nb::arg("ids"), nb::arg("counts"), nb::arg("seen"),

@@ -288,7 +288,7 @@ class PrefetchTask:
         received = exchange_ids(collectives, tables, outgoing, sizes, max_bytes)()
         for request, each in zip(tables, received, strict=True):
             if each is not None:
-                request.table.prefetch(each.ids)
+                request.prefetch(each.ids)
         incoming = iter(received)
         return [
             TableRequests(each, self._first + n, list(itertools.islice(incoming, len(each))))

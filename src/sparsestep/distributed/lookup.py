@@ -8,6 +8,8 @@ bags have one id, each id is requested once, however often it occurs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from sparsestep._process import uninterrupted
 from sparsestep._torch import cat, stack
 from sparsestep.distributed._handshake import ExchangeKind, PeerStatus
 from sparsestep.distributed._table import (
@@ -30,6 +33,8 @@ from sparsestep.distributed.collectives import Caught, Collectives, Messages, Se
 from sparsestep.distributed.placement import (
     BROADCAST_BAG_FACTOR,
     LENGTH_DTYPE,
+    distinct_ids,
+    hash_owner,
     split_by_owner,
     unique_ids,
 )
@@ -50,6 +55,7 @@ from sparsestep.nn.lookup import (
     lookup_error,
     unshared,
 )
+from sparsestep.nn.vocabulary import PreparedLookup, Vocabulary, flat_ids, prepare_lookups
 
 # Requests
 
@@ -69,6 +75,16 @@ class LookupRequest:
     combine: Callable[[Tensor], Tensor] = lambda rows: rows  # rows to output; autograd records it
     is_partial: bool = False  # every rank gets its part of all bags, and their rows are summed
     inverse: Tensor | None = None  # for each row of the output, the index of the requested one
+    # Of the ids that this rank owns; ids are of any value then, and owned by their hash.
+    vocabulary: Vocabulary | None = None
+
+    @property
+    def id_dtype(self) -> torch.dtype:
+        return self.table.id_dtype if self.vocabulary is None else torch.int64
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Have the system begin to read the rows of ids that this rank owns."""
+        self.table.prefetch(ids if self.vocabulary is None else self.vocabulary.find(ids))
 
     @property
     def is_sent(self) -> bool:
@@ -97,6 +113,29 @@ def lookup_request(
     if bags.bag_length == 1 and table.placement.is_sharded:
         return _request_rows(table, bags.flat_ids, bags.per_sample_weights)
     return _request_bags(table, bags)
+
+
+def dynamic_request(
+    table: ShardedTable,
+    vocabulary: Vocabulary,
+    ids: Any,
+    offsets: Any = None,
+    per_sample_weights: Any = None,
+) -> LookupRequest:
+    """The request of a call with ids of any value, which go to their owners as they are."""
+    flat, world_size = flat_ids(ids), table.collectives.world_size
+    options, numbers = vocabulary.options, torch.arange(len(flat))
+    if options.admit == 1 and options.evict != "lfu" and per_sample_weights is None:
+        # Only then may an id be sent once, however often it occurs.
+        flat, numbers = distinct_ids(flat)
+    # Numbers in place of ids, in a table of which each owner has every one.
+    numbered = copy(table)
+    numbered.spec = copy(table.spec)
+    numbered.set_num_rows(max(1, len(flat)) * world_size)
+    numbers = numbers * world_size + hash_owner(flat, world_size)[numbers]
+    request = lookup_request(numbered, numbers.view(ids.shape), offsets, per_sample_weights)
+    request.table, request.ids, request.vocabulary = table, flat[request.ids.long()], vocabulary
+    return request
 
 
 def _request_rows(table: ShardedTable, ids: Tensor, weights: Tensor | None) -> LookupRequest:
@@ -241,7 +280,7 @@ class LookupSizes:
         self.bag_lengths = -bags  # not positive: bags differ, and their lengths are sent
         self.num_bags = torch.where(bags < 0, self.ids // self.bag_lengths.clamp(min=1), bags)
         tables = [each.table for each in requests]
-        id_bytes = torch.tensor([table.id_dtype.itemsize for table in tables])
+        id_bytes = torch.tensor([each.id_dtype.itemsize for each in requests])
         weight_bytes = torch.tensor([table.weight.dtype.itemsize for table in tables])
         row_bytes = torch.tensor([table.wire_bytes for table in tables])
         sections = [
@@ -280,7 +319,7 @@ def _sections(request: LookupRequest) -> Sections:
     if not request.is_sent:
         return [None] * NUM_COUNTS
     is_sent = request.table.collectives.world_size > 1
-    ids = request.ids.to(request.table.id_dtype) if is_sent else request.ids
+    ids = request.ids.to(request.id_dtype) if is_sent else request.ids
     weights = request.per_sample_weights
     return [
         ids.contiguous(),
@@ -292,7 +331,7 @@ def _sections(request: LookupRequest) -> Sections:
 def _read_ids(
     requests: Sequence[LookupRequest], messages: Messages, sizes: LookupSizes
 ) -> list[IncomingLookup | None]:
-    dtypes = [(each.table.id_dtype, LENGTH_DTYPE, each.table.weight.dtype) for each in requests]
+    dtypes = [(each.id_dtype, LENGTH_DTYPE, each.table.weight.dtype) for each in requests]
     sections = iter(messages.read([dtype for some in dtypes for dtype in some]))
     totals = sizes.num_bags.sum(0).tolist()
     # A rank that requests nothing has bags of any length.
@@ -436,17 +475,76 @@ def _backward_through_module(output: Tensor, weight: Tensor, rows: Tensor) -> Se
     return parts
 
 
+# The owner's side: rows for ids of any value
+
+
+class _Translation:
+    """What owners do to their vocabularies in one lookup: all of them, or none on any rank.
+
+    Rows that go to other ids are reset before they are read. If the lookup then fails on any rank,
+    every owner restores them.
+    """
+
+    def __init__(self, collectives: Collectives, requests: Sequence[LookupRequest]) -> None:
+        self._ranks, self._vocabularies = collectives, [each.vocabulary for each in requests]
+        self._prepared: list[PreparedLookup] = []
+
+    def rows_of(self, incoming: list[IncomingLookup | None]) -> list[IncomingLookup | None]:
+        """Requests with local rows in place of ids."""
+        none = torch.empty(0, dtype=torch.int64)
+        ids = [none if each is None else each.ids for each in incoming]
+        rows, self._prepared = prepare_lookups(self._vocabularies, ids, can_undo=True)
+        for lookup_of_ids in self._prepared:
+            lookup_of_ids.write()
+        return [
+            each if each is None or vocabulary is None else each._replace(ids=found)
+            for each, vocabulary, found in zip(incoming, self._vocabularies, rows, strict=True)
+        ]
+
+    def run(self, look_up: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Do the rest of a lookup, and commit it once it has succeeded on all ranks."""
+        locks = [each.lock for each in dict.fromkeys(self._vocabularies) if each is not None]
+        if not locks:
+            return look_up()
+        # A rank that stops in the middle of an exchange keeps the others waiting.
+        return uninterrupted(partial(self._run, look_up, locks))
+
+    def _run(self, look_up: Callable[[], list[Tensor]], locks: Sequence[Any]) -> list[Tensor]:
+        found: list[Tensor] = []
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            with Caught() as caught:
+                found = look_up()
+                for each in self._prepared:
+                    each.check()
+            try:
+                if caught.error is not None and self._ranks.is_lost:
+                    raise caught.error
+                self._ranks.check(caught.error)
+            except BaseException:
+                for each in self._prepared:
+                    each.undo()
+                raise
+            for each in self._prepared:
+                each.finish()
+        return found
+
+
 # The whole lookup
 
 
 def sharded_lookup(
-    group: TableGroup, first: ShardedTable, make_requests: Callable[[], TableRequests]
+    group: TableGroup,
+    first: ShardedTable,
+    make_requests: Callable[[], TableRequests],
+    operation: ExchangeKind = ExchangeKind.LOOKUP,
 ) -> list[Tensor]:
     """Look up rows in one or more tables; all ranks call it together.
 
     What ``make_requests`` raises on one rank, all ranks raise; messages name the ``first`` table.
     """
-    status, counts = group.status(ExchangeKind.LOOKUP, first), group.new_counts()
+    status, counts = group.status(operation, first), group.new_counts()
     requests: Sequence[LookupRequest] = []
     prefetched: Sequence[IncomingLookup | None] = []
     with Caught() as caught:
@@ -471,14 +569,23 @@ def sharded_lookup(
     group.sequence += len(requests)
     serve = partial(_serve, group, requests, handles, needs_grad=any(peers["value"]))
     max_bytes = max(peers["max_reply_bytes"])
-    rows = _return_rows(group, requests, own, theirs, max_bytes, lambda: serve(read()))
+    translation = _Translation(group.collectives, requests)
     weights = [each.table.weight for each in requests]
-    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-        group.pending.update({handle.sequence: handle for handle in handles})
-        for handle in handles:
-            _set_placeholder_grad(handle.table.weight)
-        rows = list(_ShardedLookupFunction.apply(handles, rows, *weights))
-    return [each.combine(found) for each, found in zip(requests, rows, strict=True)]
+    has_grad = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+
+    def look_up() -> list[Tensor]:
+        rows = _return_rows(
+            group, requests, own, theirs, max_bytes, lambda: serve(translation.rows_of(read()))
+        )
+        if has_grad:
+            group.pending.update({handle.sequence: handle for handle in handles})
+            rows = list(_ShardedLookupFunction.apply(handles, rows, *weights))
+        return [each.combine(found) for each, found in zip(requests, rows, strict=True)]
+
+    found = translation.run(look_up)
+    for weight in weights if has_grad else ():
+        _set_placeholder_grad(weight)
+    return found
 
 
 def _peer_sizes(requests: Sequence[LookupRequest], peers: PeerStatus) -> LookupSizes:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsestep._native import ext
 from sparsestep.distributed.wire import WireFormat, row_bytes
 from sparsestep.errors import InputError, message
+from sparsestep.nn.id_table import IdTable, Options
 
 PlacementKind: TypeAlias = Literal["tables", "rows", "copy"]
 EmbeddingModule: TypeAlias = nn.Embedding | nn.EmbeddingBag
@@ -366,6 +367,15 @@ def unique_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     ids = ids.long().contiguous()
     unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
     return unique[: ext.unique(ids, rows, unique, inverse)], inverse
+
+
+def distinct_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of ids of any value, in the order in which they appear."""
+    known = IdTable(Options(rows=len(ids) + 1, shared=1, admit=1, evict=None))
+    inverse = known.claim(ids, 1).rows - 1
+    unique = ids.new_empty(int(inverse.max()) + 1 if len(ids) else 0)
+    unique[inverse] = ids
+    return unique, inverse
 
 
 def hash_owner(ids: Tensor, world_size: int) -> Tensor:

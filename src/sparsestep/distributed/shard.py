@@ -25,11 +25,13 @@ from sparsestep.distributed.lockstep import take_prefetched
 from sparsestep.distributed.lookup import (
     LookupRequest,
     TableRequests,
+    dynamic_request,
     lookup_request,
     sharded_lookup,
 )
-from sparsestep.distributed.placement import Placement
+from sparsestep.distributed.placement import ByRow, Placement
 from sparsestep.distributed.plan import Plan, TableSize, choose_placements, resolve_name
+from sparsestep.distributed.vocabulary import share_vocabulary
 from sparsestep.distributed.wire import WireFormat, check_wire
 from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, message
@@ -127,7 +129,17 @@ class ShardedCollection(ShardedModule):
         """See :class:`ShardedModule`."""
         collection: Any = self
         split = collection.split_inputs(*arguments)
-        return [lookup_request(table.sharded_table, *each) for table, *each in split]
+        found = []
+        for (table, *each), (_, vocabulary) in zip(split, collection.dynamic_tables(), strict=True):
+            if vocabulary is None:
+                found.append(lookup_request(table.sharded_table, *each))
+            else:
+                found.append(dynamic_request(table.sharded_table, vocabulary.local, *each))
+        return found
+
+    def translate(self, *arguments: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Nothing: owners look up ids in their vocabularies."""
+        return arguments, options
 
     @excluded_from_compile
     def forward(self, inputs: Any, offsets: Any = None, per_sample_weights: Any = None) -> Any:
@@ -278,6 +290,12 @@ class _Sharding:
         self.placements: list[Placement] = choose_placements(
             sizes, collectives.world_size, plan, wire
         )
+        self._collections = {
+            name: each
+            for name, each in model.named_modules()
+            if isinstance(each, EmbeddingBagCollection)
+        }
+        self._vocabularies = self._find_vocabularies()
         if not isinstance(order, str) or order not in ("fast", "global"):
             raise InputError(message("shard: order must be one of fast, global", repr(order)))
         if wire is not None and order == "global":
@@ -299,11 +317,43 @@ class _Sharding:
             for table in self.tables:
                 table.discard()
             raise
-        self._collections = {
-            name: each
-            for name, each in model.named_modules()
-            if isinstance(each, EmbeddingBagCollection)
-        }
+
+    def _find_vocabularies(self) -> dict[Any, list[Any]]:
+        """The vocabularies of collections with their tables, which are assigned by rows."""
+        found: dict[Any, list[Any]] = {}
+        names = list(self._modules)
+        modules = list(self._modules.values())
+        for table, vocabulary in (
+            pair for each in self._collections.values() for pair in each.dynamic_tables()
+        ):
+            if vocabulary is None:
+                continue
+            index = next(n for n, each in enumerate(modules) if each is table)
+            placement, who = self.placements[index], f"shard: {names[index]!r}"
+            if not isinstance(placement, ByRow):
+                if placement.why == "your plan":
+                    requirement = f"{who} has a vocabulary, so its plan must be 'rows'"
+                    raise InputError(message(requirement, repr(placement.kind)))
+                size = placement.rows, placement.dim, placement.item
+                self.placements[index] = ByRow(
+                    placement.name, *size, why="has a vocabulary", wire=placement.wire
+                )
+            if table.padding_idx is not None:
+                requirement = f"{who} has a vocabulary, so padding_idx must be None"
+                raise InputError(message(requirement, table.padding_idx))
+            tables = found.setdefault(vocabulary, [])
+            if not any(each is table for each in tables):
+                tables.append(table)
+        for vocabulary in found:
+            if vocabulary.attached or vocabulary.used > vocabulary.options.shared:
+                requirement = "shard: a vocabulary must be new, without ids and attached tables"
+                remedy = "Shard the model first, then attach tables and load a checkpoint"
+                raise InputError(message(requirement, "one that was used", remedy))
+            fewest = vocabulary.rows // self._collectives.world_size
+            if vocabulary.options.shared > fewest:
+                requirement = f"shard: shared must be at most the rows of a rank, {fewest}"
+                raise InputError(message(requirement, vocabulary.options.shared))
+        return found
 
     def _init_rows(self) -> list[int]:
         """Make this rank's rows; for each table, the first one that has the same weight."""
@@ -340,6 +390,11 @@ class _Sharding:
         for name, each in self._collections.items():
             names = ", ".join(key for key, _ in each.tables.named_children())
             facts[f"tables of collection {name!r}"] = names
+            for table, vocabulary in each.dynamic_tables():
+                if vocabulary is not None:
+                    of = f"of the vocabulary of {table.name!r} in {name!r}"
+                    facts[f"options {of}"] = str(vocabulary.options)
+                    facts[f"number {of}"] = str(list(self._vocabularies).index(vocabulary))
         return facts
 
     def commit(self) -> None:
@@ -355,6 +410,8 @@ class _Sharding:
             certain(partial(_convert_table, module, table, group))
         for collection in self._collections.values():
             certain(partial(_convert_collection, collection, group))
+        for vocabulary, vocabulary_tables in self._vocabularies.items():
+            certain(partial(share_vocabulary, vocabulary, vocabulary_tables))
         certain(partial(_exclude_from_ddp, self._model, self.tables))
 
 

@@ -14,13 +14,13 @@ from sparsestep._torch import cat, stack
 from sparsestep.distributed._handshake import ExchangeKind
 from sparsestep.distributed._table import ShardedTable, TableGroup
 from sparsestep.distributed.collectives import Caught, Collectives, Sections
+from sparsestep.distributed.lookup import TableRequests, dynamic_request, sharded_lookup
 from sparsestep.distributed.placement import ByRow, check_int, hash_owner
-from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, drawn, prepare_grow
 from sparsestep.nn.id_table import Evict, IdTable, IdTableSnapshot
 from sparsestep.nn.interop import excluded_from_compile
-from sparsestep.nn.vocabulary import Attached, flat_ids
+from sparsestep.nn.vocabulary import Attached
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
 
 # Seeds of new rows carry the rank in their upper bits, so ranks draw different values.
@@ -50,9 +50,10 @@ class Vocabulary(nn.Module):
         evict: ``None``, ``"lru"`` or ``"lfu"``: whose row a new id takes over.
         shared: on each rank, the number of rows for ids without a row of their own.
         init: fills a tensor of new rows in place; by default from a normal distribution.
+        rows: number of rows, of all ranks together; by default those of the table.
 
     Attributes:
-        rows: number of rows of the table.
+        rows: number of rows.
         local: the vocabulary of this rank's ids and local rows.
 
     Raises:
@@ -80,10 +81,12 @@ class Vocabulary(nn.Module):
         evict: Evict = None,
         shared: int = 1,
         init: Init | None = None,
+        rows: int | None = None,
     ) -> None:
         super().__init__()
         sharded = _require_row_sharded(table)
-        self.rows: int = sharded.rows
+        self.rows: int = sharded.rows if rows is None else rows
+        check_int("Vocabulary", "rows", self.rows, 1, sharded.rows)
         self._group: TableGroup = vars(table)["sharding"]
         self._table: ShardedTable = sharded
         self.collectives: Collectives = sharded.collectives
@@ -113,48 +116,14 @@ class Vocabulary(nn.Module):
         Raises:
             InputError: ids are invalid, on this rank or on another. Nothing has changed.
         """
-        # A rank that stops in the middle of an exchange keeps the others waiting.
-        return uninterrupted(partial(self._lookup_together, ids))
+        numbers = _RowNumbers(self._table)
 
-    def _lookup_together(self, ids: Tensor) -> Tensor:
-        ranks = self.collectives
-        flat = order = torch.empty(0, dtype=torch.int64)
-        counts = torch.zeros(ranks.world_size, dtype=torch.int64)
-        with Caught() as caught:
-            flat = flat_ids(ids)
-            owners = hash_owner(flat, ranks.world_size)
-            order, counts = owners.argsort(stable=True), owners.bincount(minlength=ranks.world_size)
-        max_bytes, operation = _ID_BYTES * int(counts.max()), ExchangeKind.VOCABULARY_LOOKUP
-        peers = self._group.exchange_counts(operation, self._table, counts, caught.error, max_bytes)
-        served, max_bytes = peers.counts[:, 0], max(peers["max_bytes"])
-        sizes, served_sizes = (_ID_BYTES * each.unsqueeze(1) for each in (counts, served))
-        incoming = ranks.all_to_all(lambda: [flat[order]], sizes, served_sizes, max_bytes)
+        def make_requests() -> TableRequests:
+            return TableRequests([dynamic_request(numbers, self.local, ids)])
 
-        def outgoing() -> Tensor:
-            return self._assign_rows(lambda: incoming.read([torch.int64])[0])
-
-        max_count = max_bytes // _ID_BYTES
-        found = ranks.exchange_rows(outgoing, served, counts, max_count, flat[:0])
-        owners = torch.arange(ranks.world_size).repeat_interleave(counts)
-        rows = torch.empty_like(flat)
-        rows[order] = found * ranks.world_size + owners
-        return rows.view(ids.shape).to(ids.device)
-
-    def _assign_rows(self, read: Callable[[], Tensor]) -> Tensor:
-        """The local rows of ids that this rank owns; nothing changes before all ranks agree."""
-        is_agreed = False
-
-        def agree(error: BaseException | None) -> None:
-            nonlocal is_agreed
-            is_agreed = True
-            self._group.exchange_counts(ExchangeKind.VOCABULARY_LOOKUP, self._table, None, error)
-
-        try:
-            return self.local.assign_rows(read(), agree)
-        except BaseException as error:
-            if not is_agreed:  # the other ranks still wait for this one
-                agree(error)
-            raise
+        kind = ExchangeKind.VOCABULARY_LOOKUP
+        (rows,) = sharded_lookup(self._group, self._table, make_requests, kind)
+        return rows.squeeze(-1).to(ids.device)
 
     def attach(self, table: Table, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
         """Reset the rows of another table, too, when they go to another id.
@@ -420,9 +389,41 @@ class Vocabulary(nn.Module):
         raise InputError(message(requirement, "an attempt to", remedy))
 
 
+class _RowNumbers(ShardedTable):
+    """A table whose rows are their own numbers: what a lookup of ids alone returns."""
+
+    is_plain_read = False  # type: ignore[assignment]
+
+    def __init__(self, table: ShardedTable) -> None:
+        vars(self).update(vars(table))
+        self.weight: Tensor = torch.empty(0, 1, dtype=torch.int64)
+        self.dim, self.is_bag, self.codec = 1, False, None
+
+    def prefetch(self, rows: Tensor) -> None:
+        """Nothing is read."""
+
+    def lookup(self, ids: Tensor, lengths: Any = None, weights: Any = None) -> Tensor:
+        return (ids * self.row_stride + self.collectives.rank).unsqueeze(1)
+
+
 def _commit_table_grow(module: Table, table: ShardedTable, rows: int) -> None:
     module.num_embeddings = rows
     table.set_num_rows(rows)
+
+
+def share_vocabulary(vocabulary: Any, tables: Sequence[Table]) -> None:
+    """Turn an ordinary vocabulary without ids into one that ranks share; the object stays."""
+    options, is_training = vocabulary.options, vocabulary.training
+    first, *others = tables
+    shared = Vocabulary(
+        first, admit=options.admit, evict=options.evict, shared=options.shared, rows=options.rows
+    )
+    for table in others:
+        shared.attach(table)
+    shared.train(is_training)
+    vocabulary.__class__ = Vocabulary
+    vars(vocabulary).clear()
+    vars(vocabulary).update(vars(shared))
 
 
 def _owned_entries(theirs: IdTableSnapshot, ranks: Collectives, shared: int) -> IdTableSnapshot:
@@ -443,7 +444,7 @@ def _digest(saved: IdTableSnapshot) -> int:
 
 def _require_row_sharded(module: Any) -> ShardedTable:
     """The table of a module; raises if it is not sharded by rows."""
-    table = sharded_table(module) if isinstance(module, nn.Module) else None
+    table: ShardedTable | None = getattr(module, "sharded_table", None)
     if table is None or not isinstance(table.placement, ByRow):
         requirement = "Vocabulary: its table must be sharded by rows"
         got = f"a {type(module).__name__}" if table is None else f"{table.placement.kind!r}"

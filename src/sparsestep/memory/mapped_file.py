@@ -610,12 +610,15 @@ class RowWrites:
     """Collects rows to overwrite: ``add`` does everything that can fail, ``commit`` writes.
 
     For tensors on the CPU, ``commit`` is one call of the core, which neither allocates nor raises.
-    Without the core, and for other tensors, it uses torch's operations.
+    Without the core, and for other tensors, it uses torch's operations. With ``can_undo``, ``add``
+    also copies the rows, and ``undo`` writes them back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_undo: bool = False) -> None:
         self._native = None if ext is None else ext.RowWrites()
         self._others: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._before: RowWrites | None = RowWrites() if can_undo else None
+        self._is_written = False
 
     def add(self, tensor: Tensor, rows: Tensor, values: Tensor) -> None:
         """Overwrite rows of a tensor with ``commit``.
@@ -623,15 +626,24 @@ class RowWrites:
         The rows are valid, contiguous, and on the CPU; the values are contiguous and of the
         tensor's dtype, a row for each or one for all.
         """
+        if self._before is not None and len(rows):
+            self._before.add(tensor, rows, tensor.index_select(0, rows.to(tensor.device)))
         if self._native is None or not self._native.add(tensor, rows, values):
             values = values.to(tensor.device).expand(len(rows), *tensor.shape[1:])
             self._others.append((tensor, rows.to(tensor.device), values))
 
     def commit(self) -> None:
         """Write everything that was added."""
+        self._is_written = True
         if self._native is not None:
             self._native.commit()
         if self._others:
             with torch.no_grad():
                 for tensor, rows, values in self._others:
                     tensor.index_copy_(0, rows, values)
+
+    def undo(self) -> bool:
+        """Write back what the rows had before ``commit``, if it was called; returns whether."""
+        if self._is_written and self._before is not None:
+            self._before.commit()
+        return self._is_written

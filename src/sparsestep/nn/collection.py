@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.types import Device
 
-from sparsestep.errors import InputError, message
+from sparsestep._process import uninterrupted
+from sparsestep.errors import InputError, memory_errors, message
 from sparsestep.nn.embedding import EmbeddingBag, Mode
 from sparsestep.nn.fuse import fuse_module, reason_not_fusible
 from sparsestep.nn.graph import embed_in_graph, fit_graph
-from sparsestep.nn.interop import replaced_in_graphs
+from sparsestep.nn.grow import AnyOptimizer, Init
+from sparsestep.nn.interop import excluded_from_compile, replaced_in_graphs
 from sparsestep.nn.lookup import bag_lookup, embed
+from sparsestep.nn.vocabulary import Vocabulary, flat_ids, prepare_lookups
 
 Sizes = tuple[int, int]
 Tables = Sequence[Sizes | torch.nn.EmbeddingBag] | Mapping[str, Sizes | torch.nn.EmbeddingBag]
@@ -45,6 +49,9 @@ class EmbeddingBagCollection(torch.nn.Module):
         padding_idx: an id that is ignored; its row gets no gradient and starts as zeros.
         device: the device of the weights.
         dtype: the dtype of the weights.
+        vocabularies: for tables whose ids may be any integers, a :class:`Vocabulary` by the name
+            of the table, or its number in a list. A call looks up ids in all vocabularies, then
+            rows in all tables. Tables may share a vocabulary.
 
     Example:
         Two features with one id each, and a list of bought items:
@@ -72,6 +79,16 @@ class EmbeddingBagCollection(torch.nn.Module):
         >>> model = EmbeddingBagCollection([(200, 8), (50, 4)])
         >>> [tuple(rows.shape) for rows in model(torch.tensor([[44, 2], [49, 2], [44, 0]]))]
         [(3, 8), (3, 4)]
+
+        Ids that never stop coming:
+
+        >>> vocabulary = sparsestep.nn.Vocabulary(1000, evict="lru")
+        >>> model = EmbeddingBagCollection({"user": (1000, 8)}, vocabularies={"user": vocabulary})
+        >>> optimizer = sparsestep.Adam(model.parameters())
+        >>> model.attach(optimizer)
+        >>> found = model({"user": torch.tensor([[10**18], [-7]])})
+        >>> vocabulary.as_dict()
+        {1000000000000000000: 1, -7: 2}
     """
 
     def __init__(
@@ -87,6 +104,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         padding_idx: int | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        vocabularies: Mapping[str, Vocabulary] | Mapping[int, Vocabulary] | None = None,
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {
@@ -113,6 +131,70 @@ class EmbeddingBagCollection(torch.nn.Module):
             if self.names is None
             else torch.nn.ModuleDict(dict(zip(self.names, made, strict=True)))
         )
+        if vocabularies:
+            self.vocabularies = torch.nn.ModuleDict(self._checked_vocabularies(vocabularies))
+            # Before other hooks, which then see rows.
+            self.register_forward_pre_hook(_translate, with_kwargs=True)
+
+    def _checked_vocabularies(self, given: Any) -> dict[str, torch.nn.Module]:
+        """Vocabularies by the names of their tables."""
+        tables, found = dict(self._named_tables()), {}
+        for key, vocabulary in given.items():
+            table: Any = tables.get(str(key))
+            if table is None:
+                raise self._refusal("vocabularies must have the tables' names as keys", repr(key))
+            if not isinstance(vocabulary, Vocabulary) or vocabulary.rows > table.num_embeddings:
+                requirement = f"the vocabulary of {str(key)!r} must be a Vocabulary with at most"
+                got = getattr(vocabulary, "rows", f"a {type(vocabulary).__name__}")
+                raise self._refusal(f"{requirement} {table.num_embeddings} rows", got)
+            found[str(key)] = vocabulary
+        return found
+
+    def dynamic_tables(self) -> list[tuple[EmbeddingBag, Any]]:
+        """Each table with its vocabulary, or ``None``."""
+        known: Any = getattr(self, "vocabularies", {})
+        return [
+            (table, known[name] if name in known else None) for name, table in self._named_tables()
+        ]
+
+    def _named_tables(self) -> list[tuple[str, EmbeddingBag]]:
+        """All tables, of which some may be the same."""
+        tables: Any = self.tables
+        if isinstance(self.tables, torch.nn.ModuleDict):
+            tables = self.tables.values()
+        names = self.names or map(str, range(len(tables)))
+        return list(zip(names, tables, strict=True))
+
+    def attach(self, *optimizers: AnyOptimizer, init: Init | None = None) -> None:
+        """Reset rows of the tables that go to other ids: see ``Vocabulary.attach``.
+
+        Args:
+            optimizers: those of this library that train the tables.
+            init: fills a tensor of new rows in place; by default from a normal distribution.
+        """
+        for table, vocabulary in self.dynamic_tables():
+            if vocabulary is not None:
+                vocabulary.attach(table, *optimizers, init=init)
+
+    @excluded_from_compile
+    def translate(
+        self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, with rows in place of ids."""
+        split = self.split_inputs(inputs, offsets, per_sample_weights)
+        vocabularies = [vocabulary for _, vocabulary in self.dynamic_tables()]
+        rows: list[Any] = [ids for _, ids, _, _ in split]
+        places = [n for n, each in enumerate(vocabularies) if each is not None]
+        with memory_errors(), ExitStack() as locks:
+            flat = [flat_ids(rows[n]) for n in places]
+            for each in dict.fromkeys(vocabularies[n] for n in places):
+                locks.enter_context(each.lock)
+            found, prepared = prepare_lookups([vocabularies[n] for n in places], flat)
+            for n, each in zip(places, found, strict=True):
+                rows[n] = each.view(rows[n].shape).to(rows[n].device)
+            uninterrupted(lambda: [each.commit() for each in prepared])
+        begins, weights = ([each[n] for each in split] for n in (2, 3))
+        return (rows, begins, weights), {}
 
     @replaced_in_graphs
     def forward(
@@ -178,9 +260,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         self, inputs: Any, offsets: Any, factors: Any
     ) -> list[tuple[EmbeddingBag, Any, Any, Any]]:
         """The table, ids, offsets and factors of each lookup."""
-        tables: Any = self.tables  # some may be the same
-        if isinstance(self.tables, torch.nn.ModuleDict):
-            tables = self.tables.values()
+        tables = [table for _, table in self._named_tables()]
         if is_keyed_jagged(inputs):
             inputs, offsets, factors = self._from_jagged(inputs, offsets, factors)
         if isinstance(inputs, Tensor) and not inputs.is_nested:
@@ -250,6 +330,10 @@ class EmbeddingBagCollection(torch.nn.Module):
     @staticmethod
     def _refusal(requirement: str, got: object) -> InputError:
         return InputError(f"EmbeddingBagCollection: {message(requirement, got)}")
+
+
+def _translate(collection: Any, arguments: Any, options: Any) -> tuple[Any, dict[str, Any]]:
+    return collection.translate(*arguments, **options)
 
 
 def is_keyed_jagged(batch: object) -> bool:

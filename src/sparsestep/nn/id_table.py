@@ -123,11 +123,16 @@ class IdTable:
         without, count, number = self._core.claim(ids, rows, now, taken, threads)
         return Claim(rows, without, taken[:count], number)
 
-    def commit(self, claim: Claim) -> None:
-        """Make a claim final. Raises, changing nothing, if there was another call since."""
-        if not self._core.commit(claim.number):
+    def check(self, claim: Claim) -> None:
+        """Raise if there was another call since a claim."""
+        if not self._core.is_pending(claim.number):
             requirement = "Vocabulary: init must not use the vocabulary whose rows it initializes"
             raise InputError(message(requirement, "a call from init"))
+
+    def commit(self, claim: Claim) -> None:
+        """Make a claim final. Raises, changing nothing, if there was another call since."""
+        self.check(claim)
+        self._core.commit()
 
     def save(self) -> IdTableSnapshot:
         """Return a snapshot."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from sparsestep._process import fork_safe_lock, uninterrupted
+from sparsestep._torch import cat
 from sparsestep.errors import InputError, memory_errors, message, usable
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files, written
@@ -28,7 +29,7 @@ from sparsestep.nn.grow import (
     restoring_rng,
     weight_of,
 )
-from sparsestep.nn.id_table import Evict, IdTable, IdTableSnapshot, Options
+from sparsestep.nn.id_table import Claim, Evict, IdTable, IdTableSnapshot, Options
 from sparsestep.nn.interop import excluded_from_compile
 from sparsestep.optim.optimizer import RuleOptimizer
 
@@ -99,7 +100,85 @@ class Attached:
             written([weight])
 
 
-Agree: TypeAlias = Callable[[Exception | None], object]
+class PreparedLookup:
+    """A lookup of which everything that can raise is done; nothing has changed yet.
+
+    ``write`` may be undone until ``finish``. The lock of the vocabulary is held until then.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, ids: Tensor, *, can_undo: bool = False) -> None:
+        self._vocabulary, self._known = vocabulary, vocabulary.id_table
+        self._claim: Claim | None = None
+        self._writes, self._notes = RowWrites(can_undo=can_undo), list[Callable[[], None]]()
+        self._changed: dict[str, Any] = {}
+        self.rows: Tensor  # of each id
+        if not vocabulary.training or not ids.numel():
+            self.rows = self._known.find(ids)[0]
+            return
+        now, progress = vocabulary.next_time()
+        claim = self._claim = self._known.claim(ids, now)
+        self.rows = claim.rows
+        attached, seed = vocabulary.attached, vocabulary.num_reused
+        for each in attached if claim.without else ():
+            each.check(vocabulary.rows, vocabulary.options.shared)
+            self._notes.append(each.prepare(claim.taken, seed, self._writes))
+        self._changed = {
+            "now": now,
+            "progress": progress,
+            "num_reused": seed + (claim.taken.numel() if attached else 0),
+            "taken_over": claim.taken,
+        }
+
+    def write(self) -> None:
+        """Reset the rows that go to other ids."""
+        self._writes.commit()
+        self._note()
+
+    def undo(self) -> None:
+        """Restore what ``write`` has reset, if it was called."""
+        if self._writes.undo():
+            self._note()
+
+    def check(self) -> None:
+        """Raise if ``finish`` would."""
+        if self._claim is not None:
+            self._known.check(self._claim)
+
+    def finish(self) -> None:
+        """Count the ids, and assign rows to new ones."""
+        if self._claim is not None:
+            self._known.commit(self._claim)
+            vars(self._vocabulary).update(self._changed)
+
+    def commit(self) -> None:
+        """Do all of it."""
+        self.finish()
+        self.write()
+
+    def _note(self) -> None:
+        for note in self._notes:
+            note()
+
+
+def prepare_lookups(
+    vocabularies: Sequence[Vocabulary | None], ids: Sequence[Tensor], *, can_undo: bool = False
+) -> tuple[list[Tensor], list[PreparedLookup]]:
+    """Prepare lookups of flat ids, together where several are in the same vocabulary.
+
+    Returns the rows of each; without a vocabulary, the ids are rows. The caller holds the locks.
+    """
+    rows, prepared = list(ids), []
+    for vocabulary in dict.fromkeys(vocabularies):
+        if vocabulary is None:
+            continue
+        numbers = [n for n, each in enumerate(vocabularies) if each is vocabulary]
+        found = PreparedLookup(vocabulary, cat([ids[n] for n in numbers]), can_undo=can_undo)
+        prepared.append(found)
+        for n, each in zip(numbers, found.rows.split([len(ids[n]) for n in numbers]), strict=True):
+            rows[n] = each
+    return rows, prepared
+
+
 _MOST_ROWS = 2**31 - 1
 _MOST_ADMIT = 2**16 - 1
 
@@ -152,7 +231,7 @@ class Vocabulary(nn.Module):
         tensor([3, 0])
     """
 
-    _not_copied: ClassVar = ("id_table", "lock", "attached", "_progress", "taken_over")
+    _not_copied: ClassVar = ("id_table", "lock", "attached", "progress", "taken_over")
 
     def __init__(self, rows: int, *, admit: int = 1, evict: Evict = None, shared: int = 1) -> None:
         _check_number("rows", rows, 1, _MOST_ROWS)
@@ -173,7 +252,7 @@ class Vocabulary(nn.Module):
         self.id_table: IdTable = IdTable(self.options)
         self.lock: threading.RLock = fork_safe_lock()
         self.attached: list[Attached] = []
-        self._progress: list[Any] = []
+        self.progress: list[Any] = []
         self.taken_over: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
@@ -283,63 +362,21 @@ class Vocabulary(nn.Module):
         """
         with memory_errors():
             flat = flat_ids(ids)
-        return self.assign_rows(flat, like=ids)
-
-    def assign_rows(
-        self, ids: Tensor, agree: Agree | None = None, like: Tensor | None = None
-    ) -> Tensor:
-        """The row of each id (int64 of one dim, on the CPU), in the shape and device of ``like``.
-
-        ``agree`` is called before anything changes, with this lookup's error or ``None``. It raises
-        if the lookup must not happen.
-        """
-        error, rows, commit = None, ids, do_nothing
-        with self.lock:
-            try:
-                with memory_errors():
-                    rows, commit = self._prepare_look_up(ids)
-                    if like is not None:
-                        rows = rows.view(like.shape).to(like.device)
-            except Exception as raised:
-                error = raised
-            if agree is not None:
-                agree(error)
-            if error is not None:
-                raise error
-            commit()
+            with self.lock:
+                found = PreparedLookup(self, flat)
+                rows = found.rows.view(ids.shape).to(ids.device)
+                uninterrupted(found.commit)
         return rows
 
-    def _prepare_look_up(self, ids: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Do everything that can raise: return the row of each id, and what commits the lookup."""
-        if not self.training or not ids.numel():
-            return self.id_table.find(ids)[0], do_nothing
-        now, progress = self._time()
-        known, claim = self.id_table, self.id_table.claim(ids, now)
-        writes, notes = RowWrites(), []
-        count = claim.taken.numel() if self.attached else 0
-        for attached in self.attached if claim.without else ():
-            attached.check(self.rows, self.options.shared)
-            notes.append(attached.prepare(claim.taken, self.num_reused, writes))
-        changed = {
-            "now": now,
-            "_progress": progress,
-            "num_reused": self.num_reused + count,
-            "taken_over": claim.taken,
-        }
+    def find(self, ids: Tensor) -> Tensor:
+        """The row of each id (int64 of one dim, on the CPU), without counting it."""
+        with self.lock:
+            return self.id_table.find(ids)[0]
 
-        def commit() -> None:
-            known.commit(claim)
-            writes.commit()
-            self._change(**changed)
-            for note in notes:
-                note()
-
-        return claim.rows, partial(uninterrupted, commit)
-
-    def _time(self) -> tuple[int, list[Any]]:
+    def next_time(self) -> tuple[int, list[Any]]:
         """Time passes with each call; with attached tables, with each step of all optimizers."""
         progress = [each for attached in self.attached for each in attached.progress()]
-        before = self._progress
+        before = self.progress
         if (
             not progress
             or len(before) != len(progress)
@@ -468,7 +505,7 @@ class Vocabulary(nn.Module):
         with self.lock, memory_errors():
             ids = IdTable(self.options)
             ids.load(saved, now)
-            self._change(id_table=ids, now=now, num_reused=handed_over, _progress=[])
+            self._change(id_table=ids, now=now, num_reused=handed_over, progress=[])
 
     def _change(self, **attributes: Any) -> None:
         """Set attributes in one step that no signal handler can interrupt."""
