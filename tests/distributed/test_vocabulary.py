@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sparsestep
+from sparsestep.distributed import lookup
 from sparsestep.distributed.placement import hash_owner
 from tests.distributed.runs import said, whole
+from tests.distributed.test_collectives import Counted
 from tests.nn.test_id_table import splitmix64
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
@@ -58,6 +60,7 @@ class OneProcess:
             sparsestep.nn.Vocabulary(len(range(rank, rows, world)), **options)
             for rank in range(world)
         ]
+        self._before = self.taken_over()
 
     def __call__(self, batches: list[Tensor]) -> list[Tensor]:
         """The rows of each rank's ids."""
@@ -70,6 +73,19 @@ class OneProcess:
 
     def taken_over(self) -> list[Tensor]:
         return [part.taken_over for part in self.parts]
+
+    def reset(self, optimizer: Any, weights: list[Any]) -> int:
+        """Start rows over that went to other ids in the latest call; how many there are."""
+        count = 0
+        for rank, (part, before) in enumerate(zip(self.parts, self._before, strict=True)):
+            if part.taken_over is not before and len(part.taken_over):
+                rows = part.taken_over * self.world + rank
+                count += len(rows)
+                for weight in weights:
+                    optimizer.forget(weight, rows)
+                    weight.data[rows] = 1.0
+        self._before = self.taken_over()
+        return count
 
     def ids_of(self, rank: int) -> dict[int, int]:
         return {i: row * self.world + rank for i, row in self.parts[rank].as_dict().items()}
@@ -96,7 +112,7 @@ def test_ranks_find_what_one_process_finds(rank: Rank, name: str):
     vocabulary = Vocabulary(table, optimizer, init=nn.init.ones_, **options)
     reference = sparsestep.Adam(plain.parameters(), lr=0.1)
     reference_ids = OneProcess(rank.world, options)
-    before, evicted = reference_ids.taken_over(), 0
+    evicted = 0
     for step in range(STEPS):
         optimizer.zero_grad()
         rows = vocabulary(batch_of(step, rank.index))
@@ -109,14 +125,7 @@ def test_ranks_find_what_one_process_finds(rank: Rank, name: str):
         # The same in one process
         reference.zero_grad()
         expected = reference_ids(batches_of(step, rank.world))
-        for index, (mine, earlier) in enumerate(
-            zip(reference_ids.taken_over(), before, strict=True)
-        ):
-            if mine is not earlier and mine.numel():
-                evicted += mine.numel()
-                reference.forget(plain.weight, mine * rank.world + index)
-                plain.weight.data[mine * rank.world + index] = 1.0
-        before = reference_ids.taken_over()
+        evicted += reference_ids.reset(reference, [plain.weight])
         flat = torch.cat([each.reshape(-1) for each in expected])
         (plain(flat).square().sum() * (1 + step)).backward()
         reference.step()
@@ -144,11 +153,11 @@ def snapshot(table: Any, optimizer: Any, vocabulary: Any) -> list[Tensor]:
     return [*known, torch.tensor([vocabulary.rows, table.num_embeddings])]
 
 
-def assert_refused(rank: Rank, call: Callable[[], Any], doing: str) -> None:
+def assert_refused(rank: Rank, call: Callable[[], Any], doing: str = "") -> None:
     """The last rank has an error of its own, the others name that rank."""
     message = said(call)
     assert message
-    named = f"rank {rank.world - 1}, which {doing}, rejected"
+    named = f"rank {rank.world - 1}{doing and f', which {doing},'} rejected"
     assert message.startswith(named) != rank.is_last, message
 
 
@@ -169,7 +178,7 @@ def test_if_a_rank_refuses_nothing_changes(rank: Rank):
     right = param_state["exp_avg"]
     if rank.is_last:
         param_state["exp_avg"] = right[:1]
-    assert_refused(rank, lambda: vocabulary(torch.arange(10 * MERGED)), doing)
+    assert_refused(rank, lambda: vocabulary(torch.arange(10 * MERGED)))
     param_state["exp_avg"] = right
     call = table if rank.is_last else vocabulary
     assert "in the same order" in said(lambda: call(torch.zeros(1, dtype=torch.int64)))
@@ -327,6 +336,123 @@ def test_what_is_exported(rank: Rank):
 
 
 # One process
+
+
+class Features(nn.Module):
+    """One id each, bags, a table that shares the vocabulary of the first, and one without."""
+
+    sizes: ClassVar = {"one": ROWS, "bag": ROWS, "other": ROWS, "fixed": 7}
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        one, bag = local_of(ROWS, **options), local_of(ROWS - 5, **options)
+        self.tables = sparsestep.nn.EmbeddingBagCollection(
+            {name: (rows, DIM) for name, rows in self.sizes.items()},
+            mode="sum",
+            vocabularies={"one": one, "bag": bag, "other": one},
+        )
+
+
+def features_of(ids: Tensor) -> dict[str, Tensor]:
+    ids = ids.view(-1, 13)
+    return {"one": ids[:, :1], "bag": ids[:, :4], "other": ids[:, 4:6], "fixed": ids[:, :1] % 7}
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("name", list(OPTIONS))
+@pytest.mark.parametrize("order", ["global", "fast"])
+def test_a_collection_looks_up_ids_in_one_exchange(rank: Rank, name: str, order: Any):
+    """The rows and weights that the vocabularies and tables of one process have, to the bit."""
+    options = OPTIONS[name]
+    model = Features(**options)
+    plan = shard(model, plan={"fixed": "rows"}, reduce="sum", order=order)
+    assert plan["one"].why == "has a vocabulary"
+    optimizer = sparsestep.Adam(model.parameters(), lr=0.1)
+    model.tables.attach(optimizer, init=nn.init.ones_)
+    counted, world = Counted(rank.monkeypatch), rank.world
+    # The same in one process
+    plain = Features(**options).tables.tables
+    reference = sparsestep.Adam(plain.parameters(), lr=0.1)
+    one, bag = OneProcess(world, options), OneProcess(world, options, rows=ROWS - 5)
+    evicted = 0
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        before = counted.number
+        found = model.tables(features_of(batch_of(step, rank.index)))
+        assert counted.since(before) == (0 if world == 1 else 4)
+        sum(each.sum() * (1 + step) for each in found.values()).backward()
+        optimizer.step()
+        reference.zero_grad()
+        batches = [features_of(each) for each in batches_of(step, world)]
+        rows = {name: [each[name] for each in batches] for name in Features.sizes}
+        both = one([*rows["one"], *rows["other"]])
+        rows["one"], rows["other"], rows["bag"] = both[:world], both[world:], bag(rows["bag"])
+        evicted += one.reset(reference, [plain["one"].weight, plain["other"].weight])
+        evicted += bag.reset(reference, [plain["bag"].weight])
+        expected = {key: [plain[key](each) for each in some] for key, some in rows.items()}
+        for key, each in found.items():
+            wanted = expected[key][rank.index]
+            is_single = key in ("one", "fixed")  # bags add up in another order
+            assert same_bits(each, wanted) if is_single else torch.allclose(each, wanted, atol=1e-5)
+        sum(e.sum() * (1 + step) for each in expected.values() for e in each).backward()
+        reference.step()
+    assert bool(evicted) == ("evict" in options) or world == 1
+    assert_ids_alike(rank, model.tables.vocabularies["one"], one)
+    for key, rows_of_table in Features.sizes.items():
+        weight = model.tables.tables[key].weight
+        assert same_bits(whole(rank, weight, rows=rows_of_table), plain[key].weight.detach())
+
+
+@ranks(3)
+@pytest.mark.parametrize("semantics", ["masked", "dense"])
+def test_a_collection_changes_nothing_if_any_rank_fails(rank: Rank, semantics: Any):
+    """Invalid ids, an ``init`` that raises, and no memory after rows have been reset."""
+    model = Features(evict="lru")
+    shard(model, plan={"fixed": "rows"})
+    optimizer = sparsestep.Adam(model.parameters(), lr=0.1, semantics=semantics)
+    if semantics == "dense":
+        optimizer.track(model)
+    model.tables.attach(optimizer)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        found = model.tables(features_of(batch_of(number, 1 + rank.index)))
+        sum(each.square().sum() for each in found.values()).backward()
+        optimizer.step()
+
+    def contents() -> list[Tensor]:
+        params = [model.tables.tables[name].weight for name in Features.sizes]
+        state = [value for each in params for value in optimizer.state[each].values()]
+        return [
+            each.clone()
+            for each in (*params, *state, *model.tables.vocabularies.state_dict().values())
+        ]
+
+    for number in range(8):
+        step(number)
+    optimizer.catch_up()
+    before, features = contents(), features_of(torch.arange(26 * 39).view(-1, 13))
+    wrong = {**features, "bag": features["bag"] * 1.0} if rank.is_last else features
+    assert "rank 2" in said(lambda: model.tables(wrong)) or rank.is_last
+    with rank.monkeypatch.context() as patch:
+        if rank.is_last:
+            bag = model.tables.vocabularies["bag"].local
+            patch.setattr(bag.attached[0], "init", lambda rows: 1 / 0)
+        error = ZeroDivisionError if rank.is_last else sparsestep.InputError
+        assert said(lambda: model.tables(features), error)
+    with rank.monkeypatch.context() as patch:
+        if rank.is_last:
+            patch.setattr(lookup, "serve_lookups", out_of_memory)
+        error = MemoryError if rank.is_last else sparsestep.InputError
+        assert said(lambda: model.tables(features), error)
+    assert all(map(torch.equal, contents(), before))
+    step(8)
+    assert model.tables.vocabularies["bag"].taken_over.numel()
+
+
+def out_of_memory(*arguments: Any, **options: Any) -> None:
+    raise MemoryError("no memory")
 
 
 @given(ids=st.lists(st.integers(-(2**63), 2**63 - 1)), world=st.integers(1, 5000))

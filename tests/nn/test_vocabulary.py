@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.nn import Vocabulary, grow
+from sparsestep.nn.vocabulary import PreparedLookup
 from tests.nn.cases import copies
 from tests.table import FEW, Variant, same_bits
 
@@ -348,11 +349,15 @@ def wrong_state(loop: Loop) -> Callable[[], object]:
 
 
 def another_rank(loop: Loop) -> Callable[[], object]:
-    def agree(error: Exception | None) -> None:
-        assert error is None
+    def look_up_and_undo() -> None:
+        with loop.vocabulary.lock:
+            found = PreparedLookup(loop.vocabulary, IDS, can_undo=True)
+            found.write()
+            assert not same(contents(loop), contents(scene()))
+            found.undo()
         raise InputError("another rank refuses")
 
-    return partial(loop.vocabulary.assign_rows, IDS, agree)
+    return look_up_and_undo
 
 
 @pytest.mark.parametrize("fails", [failing_init, wrong_state, another_rank])

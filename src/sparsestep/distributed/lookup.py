@@ -80,6 +80,7 @@ class LookupRequest:
 
     @property
     def id_dtype(self) -> torch.dtype:
+        """The dtype of ids on the wire."""
         return self.table.id_dtype if self.vocabulary is None else torch.int64
 
     def prefetch(self, ids: Tensor) -> None:
@@ -125,8 +126,8 @@ def dynamic_request(
     """The request of a call with ids of any value, which go to their owners as they are."""
     flat, world_size = flat_ids(ids), table.collectives.world_size
     options, numbers = vocabulary.options, torch.arange(len(flat))
-    if options.admit == 1 and options.evict != "lfu" and per_sample_weights is None:
-        # Only then may an id be sent once, however often it occurs.
+    # May an id be sent once, however often it occurs? Not if that decides about rows.
+    if table.order == "fast" and options.admit == 1 and options.evict != "lfu":
         flat, numbers = distinct_ids(flat)
     # Numbers in place of ids, in a table of which each owner has every one.
     numbered = copy(table)

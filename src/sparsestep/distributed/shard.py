@@ -390,9 +390,9 @@ class _Sharding:
         for name, each in self._collections.items():
             names = ", ".join(key for key, _ in each.tables.named_children())
             facts[f"tables of collection {name!r}"] = names
-            for table, vocabulary in each.dynamic_tables():
+            for number, (_, vocabulary) in enumerate(each.dynamic_tables()):
                 if vocabulary is not None:
-                    of = f"of the vocabulary of {table.name!r} in {name!r}"
+                    of = f"of the vocabulary of table {number} in {name!r}"
                     facts[f"options {of}"] = str(vocabulary.options)
                     facts[f"number {of}"] = str(list(self._vocabularies).index(vocabulary))
         return facts

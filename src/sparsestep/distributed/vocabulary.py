@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -392,12 +392,13 @@ class Vocabulary(nn.Module):
 class _RowNumbers(ShardedTable):
     """A table whose rows are their own numbers: what a lookup of ids alone returns."""
 
-    is_plain_read = False  # type: ignore[assignment]
+    is_plain_read = False
 
     def __init__(self, table: ShardedTable) -> None:
         vars(self).update(vars(table))
         self.weight: Tensor = torch.empty(0, 1, dtype=torch.int64)
         self.dim, self.is_bag, self.codec = 1, False, None
+        self.order = "global"  # all ids are counted
 
     def prefetch(self, rows: Tensor) -> None:
         """Nothing is read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from sparsestep.nn.graph import embed_in_graph, fit_graph
 from sparsestep.nn.grow import AnyOptimizer, Init
 from sparsestep.nn.interop import excluded_from_compile, replaced_in_graphs
 from sparsestep.nn.lookup import bag_lookup, embed
-from sparsestep.nn.vocabulary import Vocabulary, flat_ids, prepare_lookups
+from sparsestep.nn.vocabulary import Vocabulary, commit_lookups, flat_ids, prepare_lookups
 
 Sizes = tuple[int, int]
 Tables = Sequence[Sizes | torch.nn.EmbeddingBag] | Mapping[str, Sizes | torch.nn.EmbeddingBag]
@@ -138,7 +139,8 @@ class EmbeddingBagCollection(torch.nn.Module):
 
     def _checked_vocabularies(self, given: Any) -> dict[str, torch.nn.Module]:
         """Vocabularies by the names of their tables."""
-        tables, found = dict(self._named_tables()), {}
+        tables = dict(self._named_tables())
+        found: dict[str, torch.nn.Module] = {}
         for key, vocabulary in given.items():
             table: Any = tables.get(str(key))
             if table is None:
@@ -154,7 +156,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         """Each table with its vocabulary, or ``None``."""
         known: Any = getattr(self, "vocabularies", {})
         return [
-            (table, known[name] if name in known else None) for name, table in self._named_tables()
+            (table, known[name] if name in known else None)  # noqa: SIM401  (no dict)
+            for name, table in self._named_tables()
         ]
 
     def _named_tables(self) -> list[tuple[str, EmbeddingBag]]:
@@ -192,7 +195,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             found, prepared = prepare_lookups([vocabularies[n] for n in places], flat)
             for n, each in zip(places, found, strict=True):
                 rows[n] = each.view(rows[n].shape).to(rows[n].device)
-            uninterrupted(lambda: [each.commit() for each in prepared])
+            uninterrupted(partial(commit_lookups, prepared))
         begins, weights = ([each[n] for each in split] for n in (2, 3))
         return (rows, begins, weights), {}
 
@@ -332,7 +335,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         return InputError(f"EmbeddingBagCollection: {message(requirement, got)}")
 
 
-def _translate(collection: Any, arguments: Any, options: Any) -> tuple[Any, dict[str, Any]]:
+def _translate(collection: Any, arguments: Any, options: Any) -> Any:
     return collection.translate(*arguments, **options)
 
 

@@ -150,11 +150,6 @@ class PreparedLookup:
             self._known.commit(self._claim)
             vars(self._vocabulary).update(self._changed)
 
-    def commit(self) -> None:
-        """Do all of it."""
-        self.finish()
-        self.write()
-
     def _note(self) -> None:
         for note in self._notes:
             note()
@@ -177,6 +172,15 @@ def prepare_lookups(
         for n, each in zip(numbers, found.rows.split([len(ids[n]) for n in numbers]), strict=True):
             rows[n] = each
     return rows, prepared
+
+
+def commit_lookups(prepared: Sequence[PreparedLookup]) -> None:
+    """Do all of them, or none if it raises."""
+    for each in prepared:
+        each.check()
+    for each in prepared:
+        each.finish()
+        each.write()
 
 
 _MOST_ROWS = 2**31 - 1
@@ -365,7 +369,7 @@ class Vocabulary(nn.Module):
             with self.lock:
                 found = PreparedLookup(self, flat)
                 rows = found.rows.view(ids.shape).to(ids.device)
-                uninterrupted(found.commit)
+                uninterrupted(partial(commit_lookups, [found]))
         return rows
 
     def find(self, ids: Tensor) -> Tensor:
