@@ -12,7 +12,7 @@ import struct
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -293,17 +293,25 @@ def extents(descriptor: int) -> Iterator[tuple[int, int]]:
 def copy_sparse(source: int, target: int) -> int:
     """Copy a file into an empty one; pages of zeros become holes. Reserves the blocks first.
 
-    Returns a checksum that is the same whether zeros are holes or written: the CRC-32 of all pages
-    that are not zero, each run of them preceded by its offset and length. A run does not cross a
-    multiple of 16 MiB.
+    Returns its checksum.
     """
     os.ftruncate(target, os.fstat(source).st_size)
     for begin, end in extents(source):
         reserve(target, begin, end - begin)
+    return checksum(source, lambda begin, data: write(target, data, begin))
+
+
+def checksum(source: int, visit: Callable[[int, memoryview], None] | None = None) -> int:
+    """A checksum of a file that is the same whether zeros are holes or written.
+
+    It is the CRC-32 of all pages that are not zero, each run of them preceded by its offset and
+    length. A run does not cross a multiple of 16 MiB. ``visit`` is called with each.
+    """
     crc = 0
     for begin, data in _runs(source):
         crc = zlib.crc32(data, zlib.crc32(struct.pack("<QQ", begin, len(data)), crc))
-        write(target, data, begin)
+        if visit is not None:
+            visit(begin, data)
     return crc
 
 

@@ -292,6 +292,12 @@ class Replacements(ExitStack):
             undo.callback(swap.rename_back)
             swap.rename()
 
+    def finish(self) -> None:
+        """Note that nothing of the old content is left."""
+        for file in self.swaps:
+            if file.to_clear is not None:
+                file.to_clear.clear()
+
 
 def _open_like(path: str, header: FileHeader) -> MappedFile:
     return open_file(path, header.shape, header.dtype, state=header.state)
@@ -395,7 +401,7 @@ def save(
         before = journal.read_manifest(folder)
         what = MappedState(model, optimizer)
         try:
-            manifest = _write(folder, before, what, extra)
+            manifest = write(folder, before, what, {**what.rest, "extra": extra})
             note_as_saved = what.prepare_note(manifest)
             uninterrupted(partial(_commit, folder, manifest, note_as_saved))
         except BaseException:
@@ -449,7 +455,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
             what = MappedState(model, optimizer)
             what.check(manifest)
             what.check_rest(rest)
-            _stage(folder, manifest, what, replacements)
+            stage(folder, manifest, what, replacements)
             note_as_saved = what.prepare_note(manifest)
             load_rest = what.prepare(rest)
             replacements.prepare()
@@ -457,11 +463,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
     return rest["extra"]
 
 
-def _write(folder: Path, before: Manifest | None, what: MappedState, extra: Any) -> Manifest:
-    """Write the files of a new checkpoint: a journal if the previous one has the rest."""
+def write(folder: Path, before: Manifest | None, what: MappedState, rest: Any) -> Manifest:
+    """Write the files of a new checkpoint: a journal if the previous one has the other rows."""
     number = 1 if before is None else before.number + 1
-    rest = journal.write_rest(folder, number, {**what.rest, "extra": extra})
-    manifest = Manifest(uuid.uuid4().hex, number, [], [], rest)
+    entry = journal.write_rest(folder, number, rest)
+    manifest = Manifest(uuid.uuid4().hex, number, [], [], entry)
     if before is not None and what.is_saved_in(before) and journal.has_all_files(folder, before):
         rows = what.written_rows(before)
         size = journal.journal_bytes([each.part for each in rows], before.tables)
@@ -501,7 +507,7 @@ def _commit(folder: Path, manifest: Manifest, note_as_saved: Callable[[], None])
         journal.remove_others(folder, manifest)
 
 
-def _stage(folder: Path, manifest: Manifest, what: MappedState, replacements: Replacements) -> None:
+def stage(folder: Path, manifest: Manifest, what: MappedState, replacements: Replacements) -> None:
     """Write what the files of the tables will be to temporary files, and verify it."""
     copies, others = {}, {}
     for number, table in enumerate(manifest.tables):
@@ -539,10 +545,8 @@ def _replace(
         load_rest(undo)
         replacements.rename(undo)
         undo.pop_all()
+    replacements.finish()
     note_as_saved()
-    for file in replacements.swaps:
-        if file.to_clear is not None:
-            file.to_clear.clear()
 
 
 def _check_extra(extra: Any) -> None:

@@ -36,7 +36,7 @@ from sparsestep._process import uninterrupted
 from sparsestep.errors import InputError, first_error, is_out_of_memory, message
 from sparsestep.memory import disk, formats
 from sparsestep.memory.formats import TABLE, FileHeader, Readable, RowField, check_version
-from sparsestep.memory.mapped_file import MappedFile
+from sparsestep.memory.mapped_file import MappedFile, open_file
 
 MANIFEST = "manifest.json"
 _VERSION = 2
@@ -365,12 +365,62 @@ def write_base(folder: Path, name: str, file: MappedFile) -> FileEntry:
 
 def copy_base(folder: Path, table: TableEntry, target: int) -> None:
     """Copy the base of a table to an empty file, given by its descriptor, and verify it."""
-    with _open(folder, table.base.file, table.base.bytes) as source:
-        header = formats.read_header(str(folder / table.base.file), source.fileno())
-        if header._replace(used=frozenset()) != table.layout.header:
-            raise source.changed("a header that differs from the manifest")
+    with _open_base(folder, table) as source:
         if disk.copy_sparse(source.fileno(), target) != table.base.crc:
             raise source.changed("different bytes")
+
+
+def _open_base(folder: Path, table: TableEntry) -> _ChecksummedFile:
+    source = _open(folder, table.base.file, table.base.bytes)
+    header = formats.read_header(str(folder / table.base.file), source.fileno())
+    if header._replace(used=frozenset()) != table.layout.header:
+        source.close()
+        raise source.changed("a header that differs from the manifest")
+    return source
+
+
+def verify(folder: Path, manifest: Manifest) -> None:
+    """Refuse tables that are damaged, without restoring them."""
+    check_sizes(folder, manifest)
+    for table in manifest.tables:
+        with _open_base(folder, table) as source:
+            if disk.checksum(source.fileno()) != table.base.crc:
+                raise source.changed("different bytes")
+    for journal in manifest.journals:
+        with _open(folder, journal.file.file, journal.file.bytes) as source:
+            while source.size < journal.file.bytes:
+                source.read_tensor(min(_CHUNK_BYTES, journal.file.bytes - source.size))
+            source.verify(journal.file)
+
+
+def read_rows(folder: Path, manifest: Manifest, index: int, key: str, rows: slice) -> Tensor:
+    """Consecutive rows of a table, or of state in its rows, as a checkpoint has them."""
+    layout = manifest.tables[index].layout
+    shape, dtype, room, _ = layout.header
+    base = open_file(folder / manifest.tables[index].base.file, shape, dtype, state=room)
+    words = base.words()
+    found = words[rows].clone()
+    base.evict()
+    for journal in manifest.journals:
+        with _open(folder, journal.file.file, journal.file.bytes) as source:
+            _check_journal_header(source)
+            for part in journal.parts:
+                changed = _read_rows(source, part.rows, layout.shape[0])
+                for table in part.tables:
+                    entry = manifest.tables[table].layout
+                    if table != index:
+                        source.seek(part.rows * entry.row_bytes, os.SEEK_CUR)
+                        continue
+                    for some in changed.split(max(1, _CHUNK_BYTES // entry.row_bytes)):
+                        data = source.read_tensor(len(some) * entry.row_bytes)
+                        is_one = (some >= rows.start) & (some < rows.stop)
+                        values = data.view(words.dtype).view(len(some), -1)[is_one]
+                        found[some[is_one] - rows.start] = values
+    form = layout.header.layout
+    begin, field = form.offsets[key], form.fields[key]
+    size = torch.Size(field.shape).numel() * field.dtype.itemsize
+    of_rows = found.view(torch.uint8).view(len(found), -1)[:, begin : begin + size]
+    return of_rows.contiguous().view(-1).view(field.dtype).view(len(found), *field.shape)
 
 
 # Journals

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -20,6 +20,14 @@ from sparsestep.distributed._handshake import Peers, as_documented
 from sparsestep.distributed._table import ShardedTable
 from sparsestep.distributed.checkpoint import _manifest as manifest
 from sparsestep.distributed.checkpoint._manifest import METADATA, Chunk, Entry, ShardManifest, Sum
+from sparsestep.distributed.checkpoint._mapped import (
+    MappedCheckpoint,
+    MappedLoad,
+    MappedSave,
+    Place,
+    pack,
+)
+from sparsestep.distributed.checkpoint._mapped import read as read_rows
 from sparsestep.distributed.checkpoint._reshard import (
     ModelVocabulary,
     ReadTarget,
@@ -34,7 +42,8 @@ from sparsestep.distributed.checkpoint._reshard import (
 from sparsestep.distributed.collectives import Caught, Collectives, new_group
 from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
-from sparsestep.memory.mapped_file import about_to_write, written
+from sparsestep.memory.mapped_file import about_to_write, file_of, written
+from sparsestep.nn.grow import do_nothing
 from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
 from sparsestep.optim.state import initial_value
@@ -43,6 +52,7 @@ from sparsestep.optim.state_dict import unpacked_state
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+MAPPED = "mapped"  # in what a manifest says about tensors: the tables in files
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
@@ -70,6 +80,10 @@ class TensorLayouts(NamedTuple):
     def pack(self) -> dict[str, Any]:
         """Encode as JSON."""
         return {**self._asdict(), "groups": [manifest.pack(group) for group in self.groups]}
+
+    def params(self) -> list[str]:
+        """The names of all parameters of the optimizer, in their order."""
+        return list(dict.fromkeys(name for group in self.groups for name in group["params"]))
 
     @staticmethod
     def unpack(found: Mapping[str, Any]) -> TensorLayouts:
@@ -127,18 +141,24 @@ class _CheckpointState:
                 self.params[names[id(param)]] = param
         self._names = names
 
-    def entries(self, *, copy: bool = False) -> dict[str, Any]:
-        """The tensors that this rank stores, by key; copied if training continues meanwhile."""
+    def entries(self, *, copy: bool = False, has_files: bool = False) -> dict[str, Any]:
+        """The tensors that this rank stores, by key; copied if training continues meanwhile.
+
+        With ``has_files``, those in files are stored otherwise.
+        """
         self._optimizer.catch_up()
         self._optimizer.complete_state()
         found: dict[str, Any] = {}
         for name, tensor in self.model_tensors().items():
-            found[f"model.{name}"] = to_stored(self.tables.get(name), tensor, copy=copy)
+            if not has_files or file_of(tensor) is None:
+                found[f"model.{name}"] = to_stored(self.tables.get(name), tensor, copy=copy)
         for name, param in self.params.items():
             table = self.tables.get(name)
             if table is None or table.has_rows:
                 for key, value in (unpacked_state(self._optimizer, param) or {}).items():
                     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+                    if has_files and file_of(tensor) is not None:
+                        continue
                     found[f"state.{name}.{key}"] = to_stored(table, tensor, copy=copy)
         found = {key: value for key, value in found.items() if value is not None}
         for vocabulary in self.vocabularies.values():
@@ -278,12 +298,13 @@ class _CheckpointState:
         read: dict[str, Tensor],
         groups: list[dict[str, Any]],
         readers: list[VocabularyReader],
+        files: MappedLoad,
     ) -> None:
-        """Replace everything by the tensors read, on all ranks or on none; all ranks call it."""
+        """Replace everything by what was read, on all ranks or on none; all ranks call it."""
         peers, optimizer = self.peers(), self._optimizer
         ranks = next((table.collectives for table in self.tables.values()), Collectives(None))
         with peers.agreeing():
-            found = _state_dict(groups, read)
+            found = _state_dict(groups, {**read, **files.tensors})
             values = [
                 (tensor, read[f"model.{name}"].to(tensor.dtype))
                 for name, tensor in tensors.items()
@@ -295,6 +316,7 @@ class _CheckpointState:
         def commit_together() -> None:
             before = optimizer.state, optimizer.param_groups, dict(optimizer.store.layouts)
             with Caught() as caught, peers.agreeing():
+                files.switch()
                 optimizer.load_state_dict(found)
             # Agreeing takes memory: a rank may have run out of it after the others got its consent.
             try:
@@ -306,6 +328,7 @@ class _CheckpointState:
                 for tensor, value in values:
                     tensor.copy_(value)
             written(tensor for tensor, _ in values)
+            files.finish()
             for each in readers:
                 assert each.found is not None
                 self.vocabularies[each.name].local.restore(*each.found)
@@ -359,10 +382,17 @@ def _read_targets(
 # Saving
 
 
-def _dcp_save(entries: dict[str, Any], about: Any, folder: Path, peers: Peers) -> None:
+def _dcp_save(
+    entries: dict[str, Any],
+    about: Any,
+    folder: Path,
+    peers: Peers,
+    undo: Callable[[], None] = do_nothing,
+) -> None:
     """Write the tensors of this rank, and ``about``, the same on all ranks; all ranks call it.
 
-    If it raises, it raises on all ranks, and an earlier checkpoint in the folder is intact.
+    If it raises, it raises on all ranks, and an earlier checkpoint in the folder is intact. Then
+    ``undo`` removes what else belongs to this one.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -370,18 +400,23 @@ def _dcp_save(entries: dict[str, Any], about: Any, folder: Path, peers: Peers) -
     from sparsestep.distributed.checkpoint._files import Writer
 
     writer = Writer(folder)
+
+    def discard() -> None:
+        writer.discard()
+        undo()
+
     try:
         with ignore_dcp_warnings():
             metadata = save(entries, storage_writer=writer, **peers.dcp_options)
     except CheckpointException as failure:
-        writer.discard()
+        discard()
         raise peers.error_of(failure.failures) from None
     except BaseException:
-        writer.discard()
+        discard()
         raise
     save_id = metadata.storage_meta.save_id
     sums = peers.gather(writer.sums)
-    with peers.agreeing(undo=writer.discard):
+    with peers.agreeing(undo=discard):
         _check_shared_disk(folder, save_id, peers, sums)
     error: BaseException | None = None
     if peers.rank == 0:
@@ -391,7 +426,7 @@ def _dcp_save(entries: dict[str, Any], about: Any, folder: Path, peers: Peers) -
             writer.publish(ShardManifest(save_id, files, _manifest_entries(metadata), about))
         except BaseException as raised:
             error = as_documented(raised)
-    peers.agree(None if writer.is_published else error, undo=writer.discard)
+    peers.agree(None if writer.is_published else error, undo=discard)
     if error is not None:
         raise error
 
@@ -463,6 +498,8 @@ class Checkpoint(NamedTuple):
     folder: Path
     manifest: ShardManifest
     peers: Peers
+    mapped: MappedCheckpoint
+    places: dict[str, Place]  # of tensors in files, by key
 
     @staticmethod
     def open(folder: Path, peers: Peers) -> Checkpoint:
@@ -476,7 +513,9 @@ class Checkpoint(NamedTuple):
                 raise InputError(message(requirement, f"{len(set(ids))} different ones"))
             # Each checksum is compared by one of the ranks.
             manifest.verify(folder, found, sorted(found.files)[peers.rank :: peers.world_size])
-        return Checkpoint(folder, found, peers)
+            mapped = MappedCheckpoint(folder, found.about.get(MAPPED))
+            mapped.verify(peers)
+        return Checkpoint(folder, found, peers, mapped, {})
 
     def read(self, targets: dict[str, Any]) -> None:
         """Read into tensors; all ranks call it, and all raise if one does."""
@@ -485,6 +524,11 @@ class Checkpoint(NamedTuple):
 
         from sparsestep.distributed.checkpoint._files import Reader
 
+        with self.peers.agreeing():
+            for key, target in targets.items():
+                if key in self.places:
+                    read_rows(self.places[key], target)
+        targets = {key: each for key, each in targets.items() if key not in self.places}
         try:
             with ignore_dcp_warnings():
                 load(targets, storage_reader=Reader(*self[:2]), **self.peers.dcp_options)
@@ -562,7 +606,19 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         >>> nn.EmbeddingBag(10, 4).load_state_dict(found["model"])
         <All keys matched successfully>
     """
-    _dcp_save(*_collect("save", path, model, optimizer))
+    check_model_and_optimizer("save", model, optimizer)
+    folder, state = check_folder("save", path), _CheckpointState(model, optimizer)
+    peers = state.peers()
+    earlier = MappedCheckpoint(folder, ())
+    with suppress(InputError, OSError):  # there is none that this one could continue
+        earlier = MappedCheckpoint(folder, manifest.read(folder).about.get(MAPPED))
+    files = MappedSave(folder, peers, earlier)
+    with peers.agreeing(undo=files.discard):
+        files.write(state.model, optimizer)
+        entries, about = state.entries(has_files=True), state.layouts().pack()
+    about[MAPPED] = peers.gather(pack(files.manifest))
+    _dcp_save(entries, about, folder, peers, files.discard)
+    uninterrupted(files.finish)
 
 
 def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Future[None]:
@@ -645,7 +701,7 @@ def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
     checkpoint = Checkpoint.open(folder, peers)
     with peers.agreeing(), checkpoint.refusing():
         layouts = TensorLayouts.unpack(checkpoint.manifest.about)
-        stored = stored_tensors(checkpoint.manifest, layouts)
+        stored = stored_tensors(checkpoint, layouts)
         tensors, vocabularies = state.model_tensors(), layouts.vocabularies
         state.check_matches(tensors, stored)
         state.check_groups(layouts.groups)
@@ -654,15 +710,22 @@ def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         for reader in readers:
             checkpoint.read(reader.entries)
         remaps = state.reassign_rows(readers, vocabularies, stored)
-    with peers.agreeing(), checkpoint.refusing():
-        chosen = {}
-        for key, each in stored.items():
-            kind, name, _ = split_key(key)
-            if name in (tensors if kind == "model" else state.params):
-                chosen[key] = each
-        targets = _read_targets(layouts, chosen, remaps, state.tables)
-    with checkpoint.refusing():
-        state.commit(tensors, checkpoint.read_shards(targets), layouts.groups, readers)
+    with ExitStack() as stack:
+        files = MappedLoad(stack, peers)
+        if not remaps:
+            with checkpoint.refusing():
+                files.prepare(checkpoint.mapped, state.model, optimizer, layouts.params())
+        with peers.agreeing(), checkpoint.refusing():
+            chosen = {}
+            for key, each in stored.items():
+                kind, name, _ = split_key(key)
+                is_known = name in (tensors if kind == "model" else state.params)
+                if is_known and key not in files.tensors:
+                    chosen[key] = each
+            targets = _read_targets(layouts, chosen, remaps, state.tables)
+        with checkpoint.refusing():
+            read = checkpoint.read_shards(targets)
+            state.commit(tensors, read, layouts.groups, readers, files)
 
 
 def consolidate(path: StrPath) -> dict[str, Any]:
@@ -683,7 +746,7 @@ def consolidate(path: StrPath) -> dict[str, Any]:
 
 def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
     layouts = TensorLayouts.unpack(checkpoint.manifest.about)
-    stored = stored_tensors(checkpoint.manifest, layouts)
+    stored = stored_tensors(checkpoint, layouts)
     readers, remaps = list[VocabularyReader](), dict[str, RowRemap]()
     for name, layout in layouts.vocabularies.items():
         options = Options(layout.rows, layout.shared, layout.admit, None)
@@ -703,10 +766,13 @@ def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"model": model, "optimizer": _state_dict(layouts.groups, read)}
 
 
-def stored_tensors(manifest: ShardManifest, layouts: TensorLayouts) -> dict[str, StoredTensor]:
+def stored_tensors(checkpoint: Checkpoint, layouts: TensorLayouts) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint."""
+    params = layouts.params()
+    checkpoint.places.update(checkpoint.mapped.places(params, layouts.tables))
     found = {}
-    for key, each in manifest.entries.items():
+    entries: dict[str, Entry | Place] = {**checkpoint.manifest.entries, **checkpoint.places}
+    for key, each in entries.items():
         rows, num_columns = layouts.tables.get(split_key(key)[1], (0, 0))
         found[key] = StoredTensor(each.shape, each.dtype, rows, num_columns)
     return found
