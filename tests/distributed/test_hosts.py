@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sparsestep
+from benchmarks.dynamic_hosts import Run
 from sparsestep.distributed._network import warn_about_loopback
 from tests.ranks import HAS_GLOO
 from tests.table import same_bits
@@ -75,12 +77,12 @@ def ip(*arguments: str) -> None:
         pytest.skip(f"no network namespaces: ip {' '.join(arguments)}: {done.stderr.strip()}")
 
 
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
+@contextmanager
+def namespaces(count: int) -> Iterator[list[str]]:
     """Names of namespaces that a bridge connects; host ``n`` has the address 10.77.0.(n + 1)."""
     if shutil.which("ip") is None:
         pytest.skip("needs iproute2")
-    names = [f"sparsestep{os.getpid()}-{n}" for n in range(HOSTS + 1)]
+    names = [f"sparsestep{os.getpid()}-{n}" for n in range(count + 1)]
     *found, switch = names
     try:
         for name in names:
@@ -99,6 +101,12 @@ def hosts() -> Iterator[list[str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    with namespaces(HOSTS) as found:
+        yield found
 
 
 def started(name: str, number: int, folder: Path) -> subprocess.Popen[str]:
@@ -150,6 +158,15 @@ def test_training_goes_on_without_a_host_that_was_cut_off(tmp_path: Path, hosts:
         assert same_bits(ours["model"]["weight"], theirs["model"]["weight"]), step
         for name, value in theirs["optimizer"]["state"][0].items():
             assert same_bits(ours["optimizer"]["state"][0][name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_GLOO, reason="needs gloo")
+def test_hosts_train_a_vocabulary_in_files_and_go_on_after_one_was_cut_off(tmp_path: Path):
+    small = Run(rows=2_000, dim=8, batch=64, steps=9, every=3, cut_before=8, timeout=5)
+    with namespaces(small.hosts) as names:
+        whole = small.train(names, tmp_path / "whole", is_cut_off=False)
+        assert small.train(names, tmp_path / "cut", is_cut_off=True) == whole
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.storage import mapped
+from sparsestep.storage import journal, mapped
 from tests.distributed.runs import said, whole
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
@@ -168,3 +168,84 @@ def test_files_of_some_ranks_only_are_refused(rank: Rank):
     text = said(lambda: shard(in_file(path, filled=False), plan="rows"))
     assert "one that exists on rank 0, new on rank 1" in text
     assert mine.exists() == (not rank.is_last)
+
+
+class Users(nn.Module):
+    """Ids of any value in a table in a file."""
+
+    def __init__(self, path: Path, rows: int) -> None:
+        super().__init__()
+        tensor = mapped(path, (rows, DIM), optimizer=sparsestep.Adagrad)
+        table = nn.EmbeddingBag.from_pretrained(tensor, freeze=False, mode="sum")
+        ids = sparsestep.nn.Vocabulary(rows, evict="lru")
+        self.tables = sparsestep.nn.EmbeddingBagCollection(
+            {"user": table}, vocabularies={"user": ids}
+        )
+        shard(self, order="global", reduce="sum")
+        self.optimizer = sparsestep.Adagrad(self.parameters(), lr=0.1)
+        self.tables.attach(self.optimizer, init=nn.init.zeros_)
+
+    def step(self, number: int, rank: Rank, size: int = 8) -> None:
+        draw = torch.Generator().manual_seed(10 * number + rank.index)
+        ids = torch.randint(number, number + size, (size, 1), generator=draw) * 0x9E3779B97F4A7C1
+        self.optimizer.zero_grad()
+        (self.tables({"user": ids})["user"] - number - 1).square().sum().backward()
+        self.optimizer.step()
+
+    def rows_of_ids(self) -> dict[int, list[float]]:
+        """The rows of this rank's ids."""
+        weight, ids = self.tables.tables["user"].weight.detach(), self.tables.vocabularies["user"]
+        world = ids.collectives.world_size
+        return {key: weight[row // world].tolist() for key, row in ids.as_dict().items()}
+
+
+@ranks(2)
+def test_saves_write_the_rows_that_changed_and_load_on_other_ranks(rank: Rank):
+    rows, folder = 40_000, rank.folder / "checkpoint"
+    model = Users(whole_file(rank), rows)
+    model.step(0, rank, size=6_000)
+    save = lambda: sparsestep.distributed.save(folder, model, model.optimizer)  # noqa: E731
+    save()
+    mine = folder / f"rows-of-{rank.index}-of-2"
+    base = (mine / "base-000001.0").stat().st_size
+    for number in range(1, 4):
+        model.step(number, rank)
+        save()
+        assert (mine / f"rows-{number + 1:06}").stat().st_size < base // 100
+    everything = {k: v for each in rank.gather(model.rows_of_ids()) for k, v in each.items()}
+    # A save that fails on a rank
+    model.step(4, rank)
+    with rank.monkeypatch.context() as patch:
+        if rank.is_last:
+            patch.setattr(journal, "write_journal", disk_full)
+        assert "disk" in said(save, OSError)
+    assert not (mine / "rows-000005").exists()
+    # Into the same files, and into those of one process
+    sparsestep.distributed.load(folder, model, model.optimizer)
+    assert {
+        k: v for each in rank.gather(model.rows_of_ids()) for k, v in each.items()
+    } == everything
+    model.step(4, rank)
+    save()
+    assert (mine / "rows-000005").stat().st_size < base // 100
+    found = sparsestep.distributed.consolidate(folder)["model"]
+    used = int(found["tables.vocabularies.user.numbers"][0])
+    ids = found["tables.vocabularies.user.ids"][1:used].tolist()
+    weight = found["tables.tables.user.weight"]
+    everything = {k: v for each in rank.gather(model.rows_of_ids()) for k, v in each.items()}
+    assert {key: weight[row].tolist() for row, key in enumerate(ids, 1)} == everything
+    # A damaged file of any rank
+    rank.barrier()
+    if rank.is_last:
+        with (mine / "rows-000003").open("r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"?")
+    rank.barrier()
+    before = model.rows_of_ids()
+    text = said(lambda: sparsestep.distributed.load(folder, model, model.optimizer))
+    assert "rows-000003" in text
+    assert model.rows_of_ids() == before
+
+
+def disk_full(*arguments: Any) -> None:
+    raise OSError(28, "no space left on the disk")
