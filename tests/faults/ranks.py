@@ -110,6 +110,40 @@ class SharedVocabularyLookup(RankOperation):
         return {"vocabulary": dict(self.vocabulary.state_dict())}
 
 
+class DynamicLookup(SharedVocabularyLookup):
+    """Owners assign rows in the lookup of a collection."""
+
+    in_files = False
+    plan = "auto"
+
+    def new(self) -> None:
+        torch.manual_seed(1)
+        bags = [sparsestep.nn.EmbeddingBag(41, DIM, mode="sum") for _ in range(2)]
+        if self.in_files:
+            path = self.folder / f"items{self.rank}"
+            tensor = sparsestep.storage.mapped(path, (41, DIM), optimizer=sparsestep.Adam)
+            bags[0] = nn.EmbeddingBag.from_pretrained(tensor, freeze=False, mode="sum")
+        vocabularies = {n: sparsestep.nn.Vocabulary(41 - n, evict="lru") for n in range(2)}
+        self.model = sparsestep.nn.EmbeddingBagCollection(bags, vocabularies=vocabularies)
+        sparsestep.distributed.shard(self.model)
+        self.optimizer = sparsestep.Adam(self.model.parameters(), lr=0.1)
+        self.model.attach(self.optimizer)
+
+    def look_up(self, step: int) -> Any:
+        return self.model([self.ids(step), self.ids(step + 1)[:, :1]])
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        sum(each.square().sum() for each in self.look_up(step)).backward()
+
+    def run(self) -> None:
+        torch.manual_seed(3)
+        self.look_up(9)
+
+    def more(self) -> dict[str, Any]:
+        return {"vocabularies": dict(self.model.vocabularies.state_dict())}
+
+
 def save(world: Any) -> None:
     """Saving changes nothing that is live."""
     sparsestep.distributed.save(world.folder / "saved", world.model, world.optimizer)
@@ -157,6 +191,13 @@ OPERATIONS: dict[str, type[Operation]] = {
     "ranks: step after clipping": of(ClippedStep, pending=5),
     "ranks: step on whole tables": of(RankOperation, pending=5, plan="tables"),
     "ranks: vocabulary": SharedVocabularyLookup,
+    "ranks: dynamic lookup": DynamicLookup,
+    "ranks: dynamic lookup in files": of(DynamicLookup, in_files=True),
+    "ranks: save files": of(DynamicLookup, in_files=True, run=save),
+    "ranks: save changes of files": of(
+        DynamicLookup, in_files=True, precede=save_and_train, run=save
+    ),
+    "ranks: load files": of(DynamicLookup, in_files=True, precede=save_and_train, run=load),
     "ranks: save": of(RankOperation, run=save),
     "ranks: load": of(RankOperation, precede=save_and_train, run=load),
     "ranks: reshard": of(RankOperation, precede=save_and_change_plan, run=load),
