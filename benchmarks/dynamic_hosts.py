@@ -97,6 +97,43 @@ class Run:
         )
 
 
+class NamespaceError(Exception):
+    """This machine, or this user, cannot make network namespaces."""
+
+
+def ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        text = f"no network namespaces: ip {' '.join(arguments)}: {done.stderr.strip()}"
+        raise NamespaceError(text)
+
+
+@contextmanager
+def namespaces(count: int) -> Iterator[list[str]]:
+    """Names of namespaces that a bridge connects; host ``n`` has the address 10.77.0.(n + 1)."""
+    if shutil.which("ip") is None:
+        raise NamespaceError("needs iproute2")
+    names = [f"sparsestep{os.getpid()}-{n}" for n in range(count + 1)]
+    *found, switch = names
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for n, name in enumerate(found):
+            port = f"port{n}"
+            ends = ["eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch]
+            ip("link", "add", *ends)
+            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            ip("-n", name, "addr", "add", f"10.77.0.{n + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield found
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
 @contextmanager
 def memory_limits(count: int, size: int) -> Iterator[list[str]]:
     """Groups of processes with that much memory each, page cache included; "" without a limit."""
@@ -145,7 +182,7 @@ class Model(nn.Module):
         )
         table = nn.EmbeddingBag.from_pretrained(file, freeze=False, mode="sum")
         ids = sparsestep.nn.Vocabulary(run.rows, evict="lru")
-        self.tables = sparsestep.nn.EmbeddingBagCollection(
+        self.tables: Any = sparsestep.nn.EmbeddingBagCollection(
             {"item": table}, vocabularies={"item": ids}
         )
 
@@ -200,8 +237,6 @@ def main() -> None:
 
 
 def report() -> None:
-    from tests.distributed.test_hosts import namespaces
-
     run = Run(
         rows=840_000,
         dim=1024,

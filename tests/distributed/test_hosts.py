@@ -6,13 +6,11 @@ Each host is a network namespace. Making one takes iproute2 and the rights of an
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sparsestep
-from benchmarks.dynamic_hosts import Run
+from benchmarks.dynamic_hosts import NamespaceError, Run, namespaces
 from sparsestep.distributed._network import warn_about_loopback
 from tests.ranks import HAS_GLOO
 from tests.table import same_bits
@@ -71,42 +69,13 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no network namespaces: ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
-@contextmanager
-def namespaces(count: int) -> Iterator[list[str]]:
-    """Names of namespaces that a bridge connects; host ``n`` has the address 10.77.0.(n + 1)."""
-    if shutil.which("ip") is None:
-        pytest.skip("needs iproute2")
-    names = [f"sparsestep{os.getpid()}-{n}" for n in range(count + 1)]
-    *found, switch = names
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", switch, "link", "set", "bridge", "up")
-        for n, name in enumerate(found):
-            port = f"port{n}"
-            ends = ["eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", switch]
-            ip("link", "add", *ends)
-            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-            ip("-n", name, "addr", "add", f"10.77.0.{n + 1}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-        yield found
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    with namespaces(HOSTS) as found:
-        yield found
+    try:
+        with namespaces(HOSTS) as found:
+            yield found
+    except NamespaceError as error:
+        pytest.skip(str(error))
 
 
 def started(name: str, number: int, folder: Path) -> subprocess.Popen[str]:
@@ -164,9 +133,12 @@ def test_training_goes_on_without_a_host_that_was_cut_off(tmp_path: Path, hosts:
 @pytest.mark.skipif(not HAS_GLOO, reason="needs gloo")
 def test_hosts_train_a_vocabulary_in_files_and_go_on_after_one_was_cut_off(tmp_path: Path):
     small = Run(rows=2_000, dim=8, batch=64, steps=9, every=3, cut_before=8, timeout=5)
-    with namespaces(small.hosts) as names:
-        whole = small.train(names, tmp_path / "whole", is_cut_off=False)
-        assert small.train(names, tmp_path / "cut", is_cut_off=True) == whole
+    try:
+        with namespaces(small.hosts) as names:
+            whole = small.train(names, tmp_path / "whole", is_cut_off=False)
+            assert small.train(names, tmp_path / "cut", is_cut_off=True) == whole
+    except NamespaceError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(

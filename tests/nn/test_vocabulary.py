@@ -20,6 +20,8 @@ from sparsestep.nn.vocabulary import PreparedLookup
 from tests.nn.cases import copies
 from tests.table import FEW, Variant, same_bits
 
+np: Any = pytest.importorskip("numpy")
+
 pytestmark = pytest.mark.usefixtures("needs_extension")
 
 
@@ -386,3 +388,29 @@ def test_an_init_that_uses_the_vocabulary_is_refused():
         look_up(loop)()
     assert loop.vocabulary.as_dict() == known
     assert torch.equal(loop.table.weight, weight)
+
+
+def test_rows_know_the_strings_of_their_ids():
+    vocabulary = Vocabulary(4, evict="lru", keep_strings=True)
+    rows = vocabulary(["red", "green", "red"])
+    assert [vocabulary.strings[row] for row in rows.tolist()] == ["red", "green", "red"]
+    vocabulary(np.array(["blue", "pink"]))  # red was seen as late as green, but first
+    assert vocabulary.strings == [None, "pink", "green", "blue"]
+    other = Vocabulary(4, evict="lru", keep_strings=True)
+    other.load_state_dict(vocabulary.state_dict())
+    assert other.strings == copy.deepcopy(vocabulary).strings == vocabulary.strings
+    vocabulary(torch.tensor([7]))  # an id without a string takes over the row of green
+    assert vocabulary.strings == [None, "pink", None, "blue"]
+    assert vocabulary.eval()(["blue", "black"]).tolist() == [3, 0]
+    other.grow(6)
+    assert other.strings == [None, "pink", "green", "blue", None, None]
+    more = Vocabulary(3, keep_strings=True)
+    more(["blue", "white"])
+    assert other.merge(more).tolist() == [0, 3, 4]
+    assert other.strings == [None, "pink", "green", "blue", "white", None]
+    with pytest.raises(InputError, match="a list of str"):
+        other(["gray", 3])
+    wrong = {**other.state_dict(), "strings": ["pink"]}
+    with pytest.raises(RuntimeError, match="strings must be"):
+        other.load_state_dict(wrong)
+    assert other.strings == [None, "pink", "green", "blue", "white", None]

@@ -349,6 +349,9 @@ class _Sharding:
                 requirement = "shard: a vocabulary must be new, without ids and attached tables"
                 remedy = "Shard the model first, then attach tables and load a checkpoint"
                 raise InputError(message(requirement, "one that was used", remedy))
+            if vocabulary.strings is not None:
+                requirement = "shard: a vocabulary must have keep_strings=False: ranks send ids"
+                raise InputError(message(requirement, "True", "Use hash_strings"))
             fewest = vocabulary.rows // self._collectives.world_size
             if vocabulary.options.shared > fewest:
                 requirement = f"shard: shared must be at most the rows of a rank, {fewest}"

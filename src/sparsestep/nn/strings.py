@@ -42,14 +42,26 @@ def hash_strings(strings: Iterable[str]) -> Tensor:
         tensor([-6681078847286810355, -1701537906916135348, -6681078847286810355])
     """
     given: Any = strings
+    _check_iterable(given)
+    if hasattr(given, "to_pylist"):  # of Arrow
+        return _hash_arrow(given)
+    return _hash_tuple(tuple(listed(given)))
+
+
+def _check_iterable(given: Any) -> None:
     if isinstance(given, str):
         raise InputError(message(_STR_REQUIREMENT, f"a single string, {given!r}"))
     if not isinstance(given, Iterable):
         raise InputError(message(_STR_REQUIREMENT, f"{given!r}, a {type(given).__name__}"))
-    if hasattr(given, "to_pylist"):  # of Arrow
-        return _hash_arrow(given)
-    # An array of NumPy makes a list faster than it is iterated over.
-    return _hash_tuple(tuple(given.tolist() if hasattr(given, "tolist") else given))
+
+
+def listed(strings: Any) -> list[Any]:
+    """Strings as objects of Python: arrays make them faster than they are iterated over."""
+    _check_iterable(strings)
+    for name in ("to_pylist", "tolist"):  # of Arrow, of NumPy
+        if hasattr(strings, name):
+            return list(getattr(strings, name)())
+    return list(strings)
 
 
 def _hash_tuple(strings: tuple[Any, ...], first: int = 0) -> Tensor:

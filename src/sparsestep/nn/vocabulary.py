@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from sparsestep.nn.grow import (
 )
 from sparsestep.nn.id_table import Claim, Evict, IdTable, IdTableSnapshot, Options
 from sparsestep.nn.interop import excluded_from_compile
+from sparsestep.nn.strings import hash_strings, listed
 from sparsestep.optim.optimizer import RuleOptimizer
 
 
@@ -106,8 +107,16 @@ class PreparedLookup:
     ``write`` may be undone until ``finish``. The lock of the vocabulary is held until then.
     """
 
-    def __init__(self, vocabulary: Vocabulary, ids: Tensor, *, can_undo: bool = False) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        ids: Tensor,
+        strings: Sequence[str] | None = None,
+        *,
+        can_undo: bool = False,
+    ) -> None:
         self._vocabulary, self._known = vocabulary, vocabulary.id_table
+        self._strings: list[tuple[int, str | None]] = []  # of rows that go to other ids
         self._claim: Claim | None = None
         self._writes, self._notes = RowWrites(can_undo=can_undo), list[Callable[[], None]]()
         self._changed: dict[str, Any] = {}
@@ -122,6 +131,14 @@ class PreparedLookup:
         for each in attached if claim.without else ():
             each.check(vocabulary.rows, vocabulary.options.shared)
             self._notes.append(each.prepare(claim.taken, seed, self._writes))
+        if vocabulary.strings is not None and claim.without:
+            self._strings = [(row, None) for row in claim.taken.tolist()]
+            if strings is not None:
+                first, pairs = (
+                    vocabulary.options.shared,
+                    zip(claim.rows.tolist(), strings, strict=True),
+                )
+                self._strings = [(row, string) for row, string in pairs if row >= first]
         self._changed = {
             "now": now,
             "progress": progress,
@@ -149,6 +166,9 @@ class PreparedLookup:
         if self._claim is not None:
             self._known.commit(self._claim)
             vars(self._vocabulary).update(self._changed)
+            known = self._vocabulary.strings
+            for row, string in self._strings if known is not None else ():
+                known[row] = string
 
     def _note(self) -> None:
         for note in self._notes:
@@ -183,6 +203,7 @@ def commit_lookups(prepared: Sequence[PreparedLookup]) -> None:
         each.write()
 
 
+STRINGS = "strings"  # in a state dict
 _MOST_ROWS = 2**31 - 1
 _MOST_ADMIT = 2**16 - 1
 
@@ -213,9 +234,12 @@ class Vocabulary(nn.Module):
         evict: ``None``, ``"lru"`` or ``"lfu"``.
         shared: number of rows, at the beginning, for ids without a row of their own; a hash of the
             id selects one.
+        keep_strings: whether calls get strings, as ``hash_strings`` does, and each row remembers
+            its string.
 
     Attributes:
         rows: number of rows.
+        strings: the string of each row, ``None`` for rows without one; or ``None``.
         taken_over: rows that went to another id in the latest call, in case you keep other data
             per row.
 
@@ -233,11 +257,24 @@ class Vocabulary(nn.Module):
         >>> optimizer.step()
         >>> vocabulary.eval()(torch.tensor([42, 43]))  # 43 is unknown
         tensor([3, 0])
+
+        >>> colors = sparsestep.nn.Vocabulary(4, keep_strings=True)
+        >>> rows = colors(["red", "green", "red"])
+        >>> [colors.strings[row] for row in rows.tolist()]
+        ['red', 'green', 'red']
     """
 
     _not_copied: ClassVar = ("id_table", "lock", "attached", "progress", "taken_over")
 
-    def __init__(self, rows: int, *, admit: int = 1, evict: Evict = None, shared: int = 1) -> None:
+    def __init__(
+        self,
+        rows: int,
+        *,
+        admit: int = 1,
+        evict: Evict = None,
+        shared: int = 1,
+        keep_strings: bool = False,
+    ) -> None:
         _check_number("rows", rows, 1, _MOST_ROWS)
         _check_number("admit", admit, 1, _MOST_ADMIT)
         _check_number("shared", shared, 1, rows)
@@ -249,6 +286,7 @@ class Vocabulary(nn.Module):
         self.options: Options = Options(rows, shared, admit, evict)
         self.now: int = 0  # passes as ids are seen
         self.num_reused: int = 0  # rows that went to another id; the seed of new values
+        self.strings: list[str | None] | None = [None] * rows if keep_strings else None
         self._prepare()
 
     def _prepare(self) -> None:
@@ -336,7 +374,13 @@ class Vocabulary(nn.Module):
         with other.lock, memory_errors():
             theirs = other.id_table.save()
         with self.lock, memory_errors():
-            self.id_table, rows = self.prepare_merge(theirs)
+            merged, rows = self.prepare_merge(theirs)
+            strings = self.strings
+            if strings is not None and other.strings is not None:
+                strings = list(strings)
+                for row, string in zip(rows.tolist(), other.strings, strict=False):
+                    strings[row] = string or strings[row]
+            self._change(id_table=merged, strings=strings)
         return rows
 
     def prepare_merge(self, theirs: IdTableSnapshot) -> tuple[IdTable, Tensor]:
@@ -346,12 +390,12 @@ class Vocabulary(nn.Module):
     # Lookups
 
     @excluded_from_compile
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor | Iterable[str]) -> Tensor:
         """The row of each id.
 
         Args:
-            ids: integers of any value and shape, on any device; for strings, see
-                ``hash_strings``.
+            ids: integers of any value and shape, on any device; with ``keep_strings`` also strings,
+                as ``hash_strings`` takes them.
 
         Returns:
             Rows, int64, in the shape of the ids and on their device.
@@ -365,10 +409,14 @@ class Vocabulary(nn.Module):
         numbers are not affected.
         """
         with memory_errors():
-            flat = flat_ids(ids)
+            strings: list[str] | None = None
+            if self.strings is not None and not isinstance(ids, Tensor):
+                strings = listed(ids)
+                ids = hash_strings(strings)
+            flat, given = flat_ids(ids), cast("Tensor", ids)
             with self.lock:
-                found = PreparedLookup(self, flat)
-                rows = found.rows.view(ids.shape).to(ids.device)
+                found = PreparedLookup(self, flat, strings)
+                rows = found.rows.view(given.shape).to(given.device)
                 uninterrupted(partial(commit_lookups, [found]))
         return rows
 
@@ -459,7 +507,8 @@ class Vocabulary(nn.Module):
         _check_number("rows", rows, self.rows, _MOST_ROWS)
         options = replace(self.options, rows=rows)
         larger = self.id_table.with_rows(options, self.now)
-        return partial(self._change, options=options, id_table=larger)
+        strings = self.strings and [*self.strings, *[None] * (rows - self.rows)]
+        return partial(self._change, options=options, id_table=larger, strings=strings)
 
     # Checkpoints and copies
 
@@ -478,8 +527,11 @@ class Vocabulary(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         with self.lock:
             found = saving.write(self.id_table.save(), self.now, self.num_reused)
+            strings = self.strings and list(self.strings)
         for name, tensor in found.items():
             destination[prefix + name] = tensor
+        if strings is not None:
+            destination[prefix + STRINGS] = strings
 
     def _load_from_state_dict(
         self,
@@ -491,7 +543,8 @@ class Vocabulary(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        missing = [prefix + name for name in saving.NAMES if prefix + name not in state_dict]
+        names = [*saving.NAMES, *([] if self.strings is None else [STRINGS])]
+        missing = [prefix + name for name in names if prefix + name not in state_dict]
         missing_keys += missing
         if missing:
             return
@@ -502,18 +555,41 @@ class Vocabulary(nn.Module):
         except InputError as error:
             error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {error}")
             return
-        self.restore(saved, now, handed_over)
+        strings = state_dict[prefix + STRINGS] if self.strings is not None else None
+        if strings is not None and not _are_strings(strings, self.rows):
+            requirement = f"strings must be a list of {self.rows} str or None"
+            text = message(requirement, type(strings).__name__)
+            error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {text}")
+            return
+        self.restore(saved, now, handed_over, strings)
 
-    def restore(self, saved: IdTableSnapshot, now: int, handed_over: int) -> None:
+    def restore(
+        self,
+        saved: IdTableSnapshot,
+        now: int,
+        handed_over: int,
+        strings: Sequence[str | None] | None = None,
+    ) -> None:
         """Replace everything by what ``saving.read`` has found. Atomic."""
         with self.lock, memory_errors():
             ids = IdTable(self.options)
             ids.load(saved, now)
-            self._change(id_table=ids, now=now, num_reused=handed_over, progress=[])
+            if self.strings is not None:
+                strings = [None] * self.rows if strings is None else list(strings)
+            changed = {"id_table": ids, "now": now, "num_reused": handed_over, "progress": []}
+            self._change(**changed, strings=strings)
 
     def _change(self, **attributes: Any) -> None:
         """Set attributes in one step that no signal handler can interrupt."""
         vars(self).update(attributes)
+
+
+def _are_strings(found: Any, count: int) -> bool:
+    return (
+        isinstance(found, list)
+        and len(found) == count
+        and all(each is None or isinstance(each, str) for each in found)
+    )
 
 
 def flat_ids(ids: Any) -> Tensor:

@@ -25,7 +25,11 @@ from sparsestep.storage import journal
 from sparsestep.storage.checkpoint import MappedState, Replacements, stage, write
 from sparsestep.storage.journal import Manifest
 
-_NO_REST: dict[str, Any] = {"model": {}, "optimizer": {"state": {}, "param_groups": []}, "extra": None}
+_NO_REST: dict[str, Any] = {
+    "model": {},
+    "optimizer": {"state": {}, "param_groups": []},
+    "extra": None,
+}
 
 
 def folder_of(folder: Path, rank: int, world_size: int) -> Path:

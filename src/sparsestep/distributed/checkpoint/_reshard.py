@@ -25,6 +25,7 @@ from sparsestep.errors import InputError, message
 from sparsestep.nn import id_table as saving
 from sparsestep.nn.grow import Init, drawn
 from sparsestep.nn.id_table import IdTableSnapshot, Options
+from sparsestep.nn.vocabulary import STRINGS
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.optim.state import fill_value
 
@@ -353,7 +354,9 @@ class ModelVocabulary:
             self.collectives = Collectives(None)
             self.local = module
         prefix = join_key(name, "local." if self.local is not module else "")
-        self.keys: set[str] = {prefix + field for field in saving.NAMES}  # in the state dict
+        self.keys: set[str] = {
+            prefix + field for field in (*saving.NAMES, STRINGS)
+        }  # in the state dict
 
     def layout(self, tables: dict[str, int | None]) -> VocabularyLayout:
         options, world_size = self.local.options, self.collectives.world_size
