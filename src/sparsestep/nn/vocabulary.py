@@ -116,6 +116,7 @@ class PreparedLookup:
         can_undo: bool = False,
     ) -> None:
         self._vocabulary, self._known = vocabulary, vocabulary.id_table
+        self._known_strings = vocabulary.strings or []
         self._strings: list[tuple[int, str | None]] = []  # of rows that go to other ids
         self._claim: Claim | None = None
         self._writes, self._notes = RowWrites(can_undo=can_undo), list[Callable[[], None]]()
@@ -166,9 +167,8 @@ class PreparedLookup:
         if self._claim is not None:
             self._known.commit(self._claim)
             vars(self._vocabulary).update(self._changed)
-            known = self._vocabulary.strings
-            for row, string in self._strings if known is not None else ():
-                known[row] = string
+            for row, string in self._strings:
+                self._known_strings[row] = string
 
     def _note(self) -> None:
         for note in self._notes:
