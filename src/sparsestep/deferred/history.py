@@ -1,4 +1,4 @@
-"""The past steps of an optimizer, and how rows catch up with those that they have missed.
+"""The past steps of an optimizer, and how rows catch up with the steps that they missed.
 
 ``StepHistory`` has sums over past steps, in float64, that serve all entries of all rows, however
 long they were idle: the README of this folder derives them. ``catch_up_native`` and, as its
@@ -414,7 +414,7 @@ class MissedSteps:
 
     @property
     def center(self) -> Tensor:
-        """What a root is multiplied by, in about the middle of the steps."""
+        """The factor of a root in about the middle of the steps."""
         return self._column(self.history.centers[self.since])
 
     def total_size(self, first: int | None = None) -> Tensor:
@@ -424,7 +424,7 @@ class MissedSteps:
         totals = self.history.sums[:, 0]
         return self._column((totals[end] - totals[since]) / self._latest)
 
-    def what_is_left(self, name: str) -> Tensor:
+    def total_decay(self, name: str) -> Tensor:
         """The product of a state's decay factors."""
         return self._column(self.history.powers[name][self._until - self.since])
 

@@ -47,8 +47,10 @@ def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
     return found
 
 
-def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOptimizer]:
-    """Return the optimizers. Raises if one is not ours, or does not have the weight."""
+def as_rule_optimizers(
+    who: str, weight: Tensor, optimizers: tuple[Any, ...]
+) -> list[RuleOptimizer]:
+    """Return the optimizers themselves, or refuse one that is not ours or lacks the weight."""
     found = []
     for optimizer in optimizers:
         if isinstance(optimizer, FunctionalOptimizer):
@@ -65,7 +67,7 @@ def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOpti
     return found
 
 
-def drawn(values: Tensor, init: Init, seed: int) -> Tensor:
+def initialize_rows(values: Tensor, init: Init, seed: int) -> Tensor:
     """Initialize rows in place by a seed of their own; torch's generator keeps its state."""
 
     def draw() -> None:
@@ -88,7 +90,7 @@ def do_nothing() -> None:
 
 @contextmanager
 def restoring_rng() -> Iterator[Callable[[], None]]:
-    """Restore the state of torch's CPU generator on error, unless what is yielded was called."""
+    """Restore torch's CPU generator on error, unless the function that it yields was called."""
     generator = torch.default_generator
     states = [generator.get_state()]
     try:
@@ -156,7 +158,7 @@ def prepare_grow(
 ) -> Callable[[], None]:
     """Do everything that can raise, and return the rest. ``spare`` is for a shard."""
     weight = weight_of("grow", module, is_part=spare is not None)
-    known = ours("grow", weight, optimizers)
+    known = as_rule_optimizers("grow", weight, optimizers)
     have = len(weight)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < have:
         requirement = f"grow: rows must be a whole number, at least the {have} that there are"

@@ -1,4 +1,4 @@
-"""Adam over what was touched, with the formula of ``torch.optim.SparseAdam``."""
+"""Adam that updates entries of the gradient alone, as ``torch.optim.SparseAdam``."""
 
 from __future__ import annotations
 

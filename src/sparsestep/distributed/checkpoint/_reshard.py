@@ -23,7 +23,7 @@ from sparsestep.distributed.placement import hash_owner
 from sparsestep.distributed.vocabulary import RANK_SHIFT, Vocabulary
 from sparsestep.errors import InputError, message
 from sparsestep.nn import id_table as saving
-from sparsestep.nn.grow import Init, drawn
+from sparsestep.nn.grow import Init, initialize_rows
 from sparsestep.nn.id_table import IdTableSnapshot, Options
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.optim.state import fill_value
@@ -86,7 +86,7 @@ def _dtensor(ranks: Collectives, local: Tensor, dim: int, size: int) -> Any:
 
 
 def _row_ranks(table: ShardedTable | None) -> Collectives:
-    """The ranks that have different rows of a table; this one alone if it reads all of them."""
+    """The ranks that have different rows of a table; this rank alone if it reads all rows."""
     if table is None or table.row_stride == 1:
         return Collectives(None)
     return table.collectives
@@ -135,7 +135,7 @@ def block_target(ranks: Collectives, stored: StoredTensor) -> RowBlock:
 
 
 def gather_rows(ranks: Collectives, block: RowBlock, numbers: Tensor) -> Tensor:
-    """Rows of the whole, by number, from the ranks that have read them; zeros for those below 0."""
+    """Rows of the whole, by number, from the ranks that read them; zeros for negative numbers."""
     places = (numbers >= 0).nonzero().squeeze(1)
     wanted, rows = numbers[places], block.rows
     requests = ranks.scatter_rows(wanted, wanted // max(1, block.per_rank))
@@ -279,8 +279,8 @@ def _assign_free_rows(
 ) -> Tensor:
     """For each local row without an id, a stored one that had no id, or ``NEW_ROW``.
 
-    Those have the values that the table was made with. All are numbered, rank by rank, and the
-    local rows continue the ones with the same numbers.
+    Free rows have the table's initial values. All are numbered, rank by rank, and the local rows
+    continue the stored rows with the same numbers.
     """
     world_size, num_columns = ranks.world_size, layout.num_columns
     here = [len(range(rank, layout.rows, world_size)) for rank in range(world_size)]
@@ -290,7 +290,7 @@ def _assign_free_rows(
     there = torch.tensor([len(range(n, layout.rows, num_columns)) for n in range(num_columns)])
     ends = (there - used).cumsum(0)
     column = torch.searchsorted(ends, numbers, right=True).clamp_(max=num_columns - 1)
-    # From the end of a rank's free rows, so that the number of those before it is not needed.
+    # From the end of a rank's free rows, so that the number of rows in use is not needed.
     row = there[column] - (ends[column] - numbers)
     return torch.where(numbers < ends[-1], row * num_columns + column, NEW_ROW)
 
@@ -452,7 +452,7 @@ class VocabularyReader:
                 for name, stored in weights.items():
                     shape = stored.shape[2 if stored.has_columns else 1 :]
                     rows = torch.empty(ids.num_new_rows, *shape, dtype=stored.dtype)
-                    values = drawn(rows, inits.get(name, nn.init.normal_), ids.seed)
+                    values = initialize_rows(rows, inits.get(name, nn.init.normal_), ids.seed)
                     remap = RowRemap(ids.source, self._ranks.world_size, values, paddings.get(name))
                     self.remaps[name] = remap
         self._ranks.check(caught.error)
