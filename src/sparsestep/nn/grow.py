@@ -13,8 +13,8 @@ from sparsestep._process import uninterrupted
 from sparsestep._torch import own_parameters, without_torch_function
 from sparsestep.errors import InputError, error_prefix, memory_errors, message, usable
 from sparsestep.grads.exchange import source_of
-from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import file_of
+from sparsestep.memory.tensors import check_writable, is_distributed, memory_of
 from sparsestep.nn.ngram import NgramEmbedding
 from sparsestep.optim.functional import FunctionalOptimizer
 from sparsestep.optim.optimizer import RuleOptimizer
@@ -40,7 +40,7 @@ def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
     if weight is None:
         requirement = f"{who}: the weight of a table must be a parameter of its own"
         raise InputError(message(requirement, "one that is computed from others"))
-    if parameters.is_distributed(weight) or (source_of(weight) is not None and not is_part):
+    if is_distributed(weight) or (source_of(weight) is not None and not is_part):
         requirement = f"{who}: a table must not be sharded over processes"
         raise InputError(message(requirement, "a sharded one", "Do this before sharding it"))
     found: nn.Parameter = weight
@@ -176,7 +176,7 @@ def prepare_grow(
     if weight.is_cpu and weight.is_shared():
         requirement = "grow: a table that grows must not be in shared memory"
         raise InputError(message(requirement, "one that other processes may have"))
-    parameters.check_writable("grow: the weight of a table", parameters.memory_of(weight))
+    check_writable("grow: the weight of a table", memory_of(weight))
     first, end = (have, rows) if spare is None else (have - spare.before, rows - spare.after)
     if rows == have and first == end:
         return do_nothing

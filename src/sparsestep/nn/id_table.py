@@ -173,18 +173,18 @@ class IdTable:
 
 
 _TENSORS = ("ids", "counts", "seen", "candidate_ids", "candidate_counts")
-NAMES: tuple[str, ...] = (*_TENSORS, "numbers")
+STATE_NAMES: tuple[str, ...] = (*_TENSORS, "numbers")
 
 
-def write(saved: IdTableSnapshot, now: int, num_reused: int) -> dict[str, Tensor]:
+def pack_state(saved: IdTableSnapshot, now: int, num_reused: int) -> dict[str, Tensor]:
     """Return the entries of a state dict; ``num_reused`` rows have gone to another id."""
     found = {name: getattr(saved, name) for name in _TENSORS}
     numbers = [saved.used, saved.candidates, saved.sightings, now, num_reused]
     return {**found, "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
 
 
-def read(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, int, int]:
-    """Return the arguments of ``write``. Raises InputError if they do not fit the options."""
+def unpack_state(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, int, int]:
+    """Return the arguments of ``pack_state``. Raises InputError if they do not fit the options."""
     wanted = IdTableSnapshot.room(options, 0, 0, 0)
     shapes = {name: getattr(wanted, name).shape for name in _TENSORS}
     for name, shape in {**shapes, "numbers": torch.Size([5])}.items():

@@ -14,9 +14,8 @@ from torch.autograd.graph import increment_version
 
 from sparsestep._process import fork_safe_lock, uninterrupted
 from sparsestep.errors import InputError, memory_errors, message, usable
-from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files, written
-from sparsestep.nn import id_table as saving
+from sparsestep.memory.tensors import INTEGER_DTYPES, check_writable, memory_of
 from sparsestep.nn.grow import (
     AnyOptimizer,
     Init,
@@ -28,7 +27,15 @@ from sparsestep.nn.grow import (
     restoring_rng,
     weight_of,
 )
-from sparsestep.nn.id_table import Evict, IdTable, IdTableSnapshot, Options
+from sparsestep.nn.id_table import (
+    STATE_NAMES,
+    Evict,
+    IdTable,
+    IdTableSnapshot,
+    Options,
+    pack_state,
+    unpack_state,
+)
 from sparsestep.nn.interop import excluded_from_compile
 from sparsestep.optim.optimizer import RuleOptimizer
 
@@ -74,8 +81,8 @@ class Attached:
         Without rows, table and optimizers are checked. Returns what to call after the commit.
         """
         weight = weight_of("Vocabulary", self.table, is_part=self._is_part)
-        memory = parameters.memory_of(weight)
-        parameters.check_writable("the weight of a table", memory)
+        memory = memory_of(weight)
+        check_writable("the weight of a table", memory)
         for optimizer in self.optimizers:
             optimizer.prepare_forget(weight, rows, writes, is_overwritten=True)
         if not rows.numel():
@@ -94,7 +101,7 @@ class Attached:
         for optimizer in self.optimizers:
             deferred = optimizer.deferred.get(id(weight))
             if deferred is not None:
-                deferred.note_write(parameters.memory_of(weight))
+                deferred.note_write(memory_of(weight))
         if mapped_files:
             written([weight])
 
@@ -436,7 +443,7 @@ class Vocabulary(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         with self.lock:
-            found = saving.write(self.id_table.save(), self.now, self.num_reused)
+            found = pack_state(self.id_table.save(), self.now, self.num_reused)
         for name, tensor in found.items():
             destination[prefix + name] = tensor
 
@@ -450,14 +457,14 @@ class Vocabulary(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        missing = [prefix + name for name in saving.NAMES if prefix + name not in state_dict]
+        missing = [prefix + name for name in STATE_NAMES if prefix + name not in state_dict]
         missing_keys += missing
         if missing:
             return
-        found = {name: state_dict[prefix + name] for name in saving.NAMES}
+        found = {name: state_dict[prefix + name] for name in STATE_NAMES}
         try:
             with memory_errors():
-                saved, now, num_reused = saving.read(self.options, found)
+                saved, now, num_reused = unpack_state(self.options, found)
         except InputError as error:
             error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {error}")
             return
@@ -477,7 +484,7 @@ class Vocabulary(nn.Module):
 
 def flat_ids(ids: Any) -> Tensor:
     """Return ids as int64 of one dim on the CPU. Raises if they are not integers."""
-    if not isinstance(ids, Tensor) or ids.dtype not in parameters.INTEGER_DTYPES:
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGER_DTYPES:
         got = f"{ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         remedy = "sparsestep.nn.hash_strings makes ids of strings"
         requirement = "Vocabulary: ids must be integers, in a tensor"

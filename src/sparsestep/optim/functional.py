@@ -34,7 +34,7 @@ from sparsestep.memory.mapped_file import mapped_files
 from sparsestep.memory.mapped_file import written as note_written
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, check_writable
 from sparsestep.optim import state as states
-from sparsestep.optim._docs import with_args
+from sparsestep.optim._signatures import with_args
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.param_groups import is_immutable
 from sparsestep.optim.step import Step, engine_views, reserve_checked, to_local

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -74,35 +74,27 @@ else:
     _Base = object
 
 
-def run_torch_kernel(
-    function: Callable[..., None], batch: DenseBatch, *state: str, tensor_betas: bool = False
-) -> None:
-    """Call a function of ``torch.optim``, such as its ``adam``, on dense gradients.
-
-    It takes parameters, gradients, lists of state (whose names are ``state``), step counts, then
-    options by name; ``tensor_betas`` if betas may be tensors.
-    """
-    names = _argument_names(function)[len(state) + 3 :]
-    chosen = {name: batch.group[name] for name in names if name in batch.group}
-    if "betas" in batch.group:
-        betas = batch.group["betas"]
-        chosen["beta1"], chosen["beta2"] = betas if tensor_betas else options.as_floats(betas)
-    lists = [batch.state.get(name, []) for name in state]
-    function(
-        batch.params, batch.grads, *lists, batch.steps, has_complex=batch.has_complex, **chosen
-    )
-
-
 def kernel_of(
     function: Callable[..., None], *state: str, tensor_betas: bool = False
 ) -> Callable[[DenseBatch], None]:
-    """Return the ``torch_kernel`` of an optimizer class; arguments as for ``run_torch_kernel``."""
-    return lambda batch: run_torch_kernel(function, batch, *state, tensor_betas=tensor_betas)
+    """Return the ``torch_kernel`` that calls a function of ``torch.optim``, such as its ``adam``.
 
+    The function takes parameters, gradients, lists of state (whose names are ``state``), step
+    counts, then options by name; ``tensor_betas`` if betas may be tensors.
+    """
+    names = list(inspect.signature(function).parameters)[len(state) + 3 :]
 
-@lru_cache
-def _argument_names(function: Callable[..., None]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+    def run(batch: DenseBatch) -> None:
+        chosen = {name: batch.group[name] for name in names if name in batch.group}
+        if "betas" in batch.group:
+            betas = batch.group["betas"]
+            chosen["beta1"], chosen["beta2"] = betas if tensor_betas else options.as_floats(betas)
+        lists = [batch.state.get(name, []) for name in state]
+        function(
+            batch.params, batch.grads, *lists, batch.steps, has_complex=batch.has_complex, **chosen
+        )
+
+    return run
 
 
 class RuleOptimizer(_Base):

@@ -31,9 +31,8 @@ from sparsestep.grads.layouts import (
     slots_to_rows,
     to_row_slots,
 )
-from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
-from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES
+from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, is_distributed, memory_of
 from sparsestep.optim import state as states
 from sparsestep.optim.explain import embedding_warning, explain_dense_gradient
 from sparsestep.optim.param_groups import ParamGroup, Selections
@@ -71,8 +70,8 @@ def to_local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gr
     """The memory of a parameter, and the part of its gradient that belongs there."""
     if type(param) is torch.nn.Parameter:
         return param, grad
-    memory = parameters.memory_of(param)
-    if parameters.is_distributed(param):
+    memory = memory_of(param)
+    if is_distributed(param):
         grad = local_grad(param, grad, row_slots=by_row)
     return memory, grad
 

@@ -22,9 +22,14 @@ from sparsestep.distributed.collectives import Caught, Collectives
 from sparsestep.distributed.placement import hash_owner
 from sparsestep.distributed.vocabulary import RANK_SHIFT, Vocabulary
 from sparsestep.errors import InputError, message
-from sparsestep.nn import id_table as saving
 from sparsestep.nn.grow import Init, initialize_rows
-from sparsestep.nn.id_table import IdTableSnapshot, Options
+from sparsestep.nn.id_table import (
+    STATE_NAMES,
+    IdTableSnapshot,
+    Options,
+    pack_state,
+    unpack_state,
+)
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.optim.state import fill_value
 
@@ -353,7 +358,7 @@ class ModelVocabulary:
             self.collectives = Collectives(None)
             self.local = module
         prefix = join_key(name, "local." if self.local is not module else "")
-        self.keys: set[str] = {prefix + field for field in saving.NAMES}  # in the state dict
+        self.keys: set[str] = {prefix + field for field in STATE_NAMES}  # in the state dict
 
     def layout(self, tables: dict[str, int | None]) -> VocabularyLayout:
         options, world_size = self.local.options, self.collectives.world_size
@@ -363,7 +368,7 @@ class ModelVocabulary:
         local, world_size = self.local, self.collectives.world_size
         max_rows = -(-self.rows // world_size)
         with local.lock:
-            found = saving.write(local.id_table.save(), local.now, local.num_reused)
+            found = pack_state(local.id_table.save(), local.now, local.num_reused)
         stored: dict[str, Any] = {}
         for field, tensor in found.items():
             if not tensor.numel():  # ids without a row are not counted
@@ -416,7 +421,7 @@ class VocabularyReader:
         self._blocks: dict[str, RowBlock] = {}
         self.entries: dict[str, Any] = {}
         num_columns = layout.num_columns if layout.num_columns > 1 else 0
-        for field in saving.NAMES:
+        for field in STATE_NAMES:
             key = f"model.{join_key(name, field)}"
             if key in stored:
                 tensor = stored[key]._replace(num_columns=num_columns)
@@ -447,8 +452,8 @@ class VocabularyReader:
             if ids is None:
                 self.found = self._read_same_ranks()
             else:
-                written = saving.write(ids.saved, ids.now, ids.seed + ids.num_new_rows)
-                self.found = saving.read(self._options, written)
+                written = pack_state(ids.saved, ids.now, ids.seed + ids.num_new_rows)
+                self.found = unpack_state(self._options, written)
                 for name, stored in weights.items():
                     shape = stored.shape[2 if stored.has_columns else 1 :]
                     rows = torch.empty(ids.num_new_rows, *shape, dtype=stored.dtype)
@@ -459,14 +464,14 @@ class VocabularyReader:
 
     def state_dict(self) -> dict[str, Tensor]:
         assert self.found is not None
-        found = saving.write(*self.found)
+        found = pack_state(*self.found)
         return {join_key(self.name, field): tensor for field, tensor in found.items()}
 
     def _read_same_ranks(self) -> tuple[IdTableSnapshot, int, int]:
-        written = saving.write(IdTableSnapshot.room(self._options, 0, 0, 0), 0, 0)
+        written = pack_state(IdTableSnapshot.room(self._options, 0, 0, 0), 0, 0)
         for field, target in self._targets.items():
             written[field] = target.finish()[: len(written[field])]
-        return saving.read(self._options, written)
+        return unpack_state(self._options, written)
 
     def _reassigned(self) -> ReassignedIds:
         numbers = self._targets["numbers"].finish().view(-1, self._layout.num_columns)
