@@ -117,6 +117,8 @@ def relayout(
         >>> relayout(state, [0.5], torch.Size([1, 3]), old, None)
         [tensor([[1.0000, 2.0000, 0.5000]])]
     """
+    for tensor in tensors:
+        parameters.check_writable("the state", tensor)
     tensors = [tensor.detach() for tensor in tensors]
     if old is None:
         assert new is not None
