@@ -1114,9 +1114,10 @@ class RuleOptimizer(_Base):
         """Load a checkpoint of this class or of torch's class with the same state.
 
         The state keeps its own precision (torch would cast it to the parameter's), and is copied.
-        Options that the checkpoint does not know keep the values that they have. A checkpoint that
-        does not fit is refused, and nothing is changed. Under ``semantics="dense"`` rows are
-        brought up to date first, for the parameters themselves are no part of the checkpoint.
+        Options that the checkpoint does not know keep the values that they have. State of elements
+        that a mask excludes is not loaded if the state is packed. A checkpoint that does not fit is
+        refused, and nothing is changed. Under ``semantics="dense"`` rows are brought up to date
+        first, for the parameters themselves are no part of the checkpoint.
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):
