@@ -98,14 +98,14 @@ def recreated_from(optimizer_class: Any, params: Any, given: Mapping[str, Any]) 
         return None
     for each in (each for param in params for each in _tracking_of(param)):
         other = each.optimizer
+        has_stepped = other.iterations or other.updates
+        if type(other) is not optimizer_class or has_stepped:
+            continue
+        if {*map(id, other.params())} != {*map(id, params)}:
+            continue
         group = other.param_groups[0]
-        if (
-            type(other) is optimizer_class
-            and not (other.iterations or other.updates)
-            and {*map(id, other.params())} == {*map(id, params)}
-            and all(given.get(name, other) is group.get(name) for name in other.option_names)
-            and given.get("semantics", other.semantics) == other.semantics
-        ):
+        has_all = all(given.get(name, other) is group.get(name) for name in other.option_names)
+        if has_all and given.get("semantics", other.semantics) == other.semantics:
             return other
     return None
 
