@@ -237,19 +237,18 @@ def catch_up_native(
     idle = history.idle_update
     if ext is None or not param.is_cpu or idle.native not in _IDLE_UPDATES:
         return None
-    names = [spec.name for spec in rule.state]
     work = ext.CatchUp()
     work.idle_update = _IDLE_UPDATES.index(idle.native)
     work.param, work.state = param, tuple(state)
     work.rows = None if rows is None else rows.contiguous()
     work.last, work.now, work.base = last, history.now, history.base
     work.states_per_row = sum(spec.per_row for spec in rule.state)
-    work.powers = tuple(map(history.powers.get, names))
+    work.powers = tuple(map(history.powers.get, rule.state_names))
     if idle.buffer:
-        work.buffer = names.index(idle.buffer)
+        work.buffer = rule.state_names.index(idle.buffer)
         work.buffer_decay = history.decays.get(idle.buffer, 1.0)
     if idle.square:
-        work.square = names.index(idle.square)
+        work.square = rule.state_names.index(idle.square)
         work.square_decay = history.decays.get(idle.square, 1.0)
     work.eps = history.eps
     work.max_error = history.max_error(param.dtype)
@@ -298,10 +297,10 @@ def catch_up_reference(
         return 0
     there = rows.to(param.device)
     before, *states = (t[there].double().reshape(len(there), -1) for t in (param, *state))
-    names = [spec.name for spec in rule.state]
     idle, missed = history.idle_update, MissedSteps(history, since, had_gradient, param)
     move = _move if history.constraint is None else _move_constrained
-    after, states, is_stale = move(missed, before, dict(zip(names, states, strict=True)), state)
+    old_states = dict(zip(rule.state_names, states, strict=True))
+    after, states, is_stale = move(missed, before, old_states, state)
     written = list(zip(state, states, strict=True))
     stale = int(is_stale.sum())
     # Else leave the parameter's version as it is.

@@ -310,7 +310,7 @@ def _check_param(param: Tensor) -> None:
 
 
 def _check_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
-    names = [spec.name for spec in rule.state]
+    names = rule.state_names
     if len(state) != len(names):
         requirement = f"these options need the state {', '.join(names)}"
         raise InputError(message(requirement, f"{len(state)} tensors"))

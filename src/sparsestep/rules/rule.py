@@ -100,7 +100,7 @@ class Rule:
         counted = {"step": step} if self.takes_step else {}
         new = self.update(old[0], grad, *old[1:], **counted, **hyperparams)
         given = [new] if isinstance(new, Tensor) else list(new)
-        names = ["param", *(spec.name for spec in self.state)]
+        names = ["param", *self.state_names]
         if len(given) != len(old):
             wanted = ", ".join(names[: len(old)])
             requirement = f"rule {self.name!r} must return {len(old)} values: {wanted}"
