@@ -206,6 +206,7 @@ def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any]
         return param_state
     tensors = [param_state[name] for name in rule.state_names]
     group = optimizer.group_of(param)
+    optimizer.check_group(group)
     values = [states.initial_value(spec, group) for spec in rule.state]
     dense = states.relayout(tensors, values, packed.shape, packed, None)
     return {**param_state, **dict(zip(rule.state_names, dense, strict=True))}
