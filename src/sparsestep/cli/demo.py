@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     if pairs.shape[1] == 0:
         raise SystemExit(f"sparsestep: no Python source to learn from in {root}.")
     print(
-        f"Learning from the standard library of Python {platform.python_version()}: "
+        f"Corpus: standard library of Python {platform.python_version()}, "
         f"{len(files):,} files, {sum(map(len, files)):,} identifiers.\n"
         f"Two tables of {len(words.words):,} x {options.dim}, threads: {torch.get_num_threads()}.",
         flush=True,
