@@ -38,7 +38,7 @@ def _private(path: str, use: str, fallback: Any = _MISSING) -> Any:
             return fallback
         raise ImportError(
             f"sparsestep needs {path} to {use}, and torch {torch.__version__} does not have it. "
-            "https://sparsestep.readthedocs.io/torch-releases.html lists the supported releases."
+            "Supported: https://sparsestep.readthedocs.io/en/latest/torch-releases.html"
         ) from None
 
 

@@ -999,7 +999,7 @@ class RuleOptimizer(_Base):
             >>> table(torch.tensor([1, 2])).sum().backward()
             >>> optimizer.step()
             >>> print(optimizer.explain())
-            parameter  shape       engine     state      rows behind
+            parameter  shape       engine     state      deferred rows
             weight     1,000 x 16  reference  125.0 KiB  0
             weight: you set engine='reference'.
         """
