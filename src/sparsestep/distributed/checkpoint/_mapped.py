@@ -18,7 +18,7 @@ from sparsestep._torch import local_slices
 from sparsestep.distributed._handshake import Peers
 from sparsestep.errors import memory_errors
 from sparsestep.memory import formats
-from sparsestep.memory.mapped_file import to_be_replaced
+from sparsestep.memory.mapped_file import postponed_clearing
 from sparsestep.nn.grow import do_nothing
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.storage import journal
@@ -168,7 +168,7 @@ class MappedLoad:
             return
         manifest = checkpoint.manifests[peers.rank]
         with peers.agreeing():
-            self._stack.enter_context(to_be_replaced(optimizer.params()))
+            self._stack.enter_context(postponed_clearing(optimizer.params()))
             what = MappedState(model, optimizer)
             tables = [] if manifest is None else manifest.tables
             is_alike = {each.layout.name for each in tables} == set(what.files) and all(
