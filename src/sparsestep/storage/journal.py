@@ -288,6 +288,12 @@ class _ChecksummedFile(io.FileIO):
         if self.crc != entry.crc:
             raise self.changed("different bytes")
 
+    def verify_all(self, entry: FileEntry) -> None:
+        """Read the whole file, and verify it."""
+        while self.size < entry.bytes:
+            self.read_tensor(min(_CHUNK_BYTES, entry.bytes - self.size))
+        self.verify(entry)
+
     def changed(self, got: str) -> InputError:
         requirement = f"{self.name} must be unchanged since the checkpoint was written"
         return InputError(message(requirement, got, _REMEDY))
@@ -388,9 +394,7 @@ def verify(folder: Path, manifest: Manifest) -> None:
                 raise source.changed("different bytes")
     for journal in manifest.journals:
         with _open(folder, journal.file.file, journal.file.bytes) as source:
-            while source.size < journal.file.bytes:
-                source.read_tensor(min(_CHUNK_BYTES, journal.file.bytes - source.size))
-            source.verify(journal.file)
+            source.verify_all(journal.file)
 
 
 def read_rows(folder: Path, manifest: Manifest, index: int, key: str, rows: slice) -> Tensor:
@@ -543,9 +547,7 @@ def read_rest(folder: Path, file: FileEntry) -> dict[str, Any]:
     """Read everything but the tables, and verify it."""
     handled = sys.exc_info()[1]
     with _open(folder, file.file, file.bytes) as source, io.BufferedReader(source) as buffered:
-        while source.size < file.bytes:
-            source.read_tensor(min(_CHUNK_BYTES, file.bytes - source.size))
-        source.verify(file)
+        source.verify_all(file)
         buffered.seek(0)
         try:
             found = torch.load(buffered, weights_only=True, map_location="cpu")
