@@ -412,6 +412,17 @@ def sharded(**options: Any) -> Any:
     return model
 
 
+def dynamic(
+    *, padding_idx: int | None = None, looked_up: bool = False, keep_strings: bool = False
+) -> nn.Module:
+    ids = sparsestep.nn.Vocabulary(4, keep_strings=keep_strings)
+    if looked_up:
+        ids(torch.tensor([7]))
+    return sparsestep.nn.EmbeddingBagCollection(
+        {"a": (4, 6)}, padding_idx=padding_idx, vocabularies={"a": ids}
+    )
+
+
 def sharding(folder: Path) -> Names:
     def shard(model: Any = None, **options: Any) -> None:
         distributed.shard(tables() if model is None else model, **options)
@@ -423,7 +434,7 @@ def sharding(folder: Path) -> Names:
     rows, others = sharded(plan="rows")[0], sharded(plan="rows")[0]
     known, padded = distributed.Vocabulary(rows), padded[0]
     mapped = nn.Embedding(3, 6, _weight=storage.mapped(folder / "sharded", (4, 6))[1:])
-    helpers = {"tables": tables, "sharded": sharded, "ByRow": ByRow}
+    helpers = {"tables": tables, "sharded": sharded, "dynamic": dynamic, "ByRow": ByRow}
     return {**public(distributed), **helpers, **locals()}
 
 

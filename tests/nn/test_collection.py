@@ -144,6 +144,49 @@ def test_the_state_dict_and_the_options():
     assert list(named.state_dict()) == ["tables.a.weight", "tables.b.weight"]
 
 
+def test_a_collection_looks_up_ids_in_its_vocabularies():
+    """As calls of the vocabularies before it; tables may share one."""
+    known = [nn_vocabulary(), nn_vocabulary()]
+    torch.manual_seed(0)
+    sizes = {"a": (9, 2), "b": (9, 3), "c": (5, 2), "d": (9, 2)}
+    vocabularies = {"a": known[0], "b": known[0], "d": known[1]}
+    ours = EmbeddingBagCollection(sizes, vocabularies=vocabularies)
+    theirs = EmbeddingBagCollection(sizes)
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    first, second = nn_vocabulary(), nn_vocabulary()
+    models = [(ours, sparsestep.Adam(ours.parameters(), semantics="dense"))]
+    models.append((theirs, sparsestep.Adam(theirs.parameters(), semantics="dense")))
+    ours.attach(models[0][1], init=nn.init.zeros_)
+    for name in "ab":
+        first.attach(theirs.tables[name], models[1][1], init=nn.init.zeros_)
+    second.attach(theirs.tables["d"], models[1][1], init=nn.init.zeros_)
+    for model, optimizer in models:
+        optimizer.track(model)
+    for step in range(6):
+        ids = torch.randint(4 * step, 4 * step + 9, (3, 4, 2)) * 10**15
+        ids[:, 2] %= 5
+        rows = ids.clone()
+        rows[:, 0], rows[:, 1] = first(torch.stack([ids[:, 0], ids[:, 1]]))
+        rows[:, 3] = second(ids[:, 3])
+        for (model, optimizer), given in zip(models, (ids, rows), strict=True):
+            optimizer.zero_grad()
+            sum(each.square().sum() for each in model(given).values()).backward()
+            optimizer.step()
+            optimizer.catch_up()
+        assert known[0].as_dict() == first.as_dict()
+        assert all(map(same, ours.parameters(), theirs.parameters()))
+    before = copy.deepcopy(ours.state_dict())
+    wrong = {"a": ids[:, 0], "b": ids[:, 1] + 99, "c": ids[:, 2], "d": ids[:, 3] * 1.0}
+    with pytest.raises(sparsestep.InputError):
+        ours(wrong)
+    assert all(map(torch.equal, ours.state_dict().values(), before.values()))
+    assert known[0].taken_over.numel()
+
+
+def nn_vocabulary() -> Any:
+    return sparsestep.nn.Vocabulary(9, evict="lru")
+
+
 def test_tracked_rows_are_current_when_they_are_read():
     torch.manual_seed(0)
     ours = EmbeddingBagCollection({"a": (20, 3), "b": (30, 3)}, mode="sum", dtype=torch.float64)
