@@ -168,9 +168,9 @@ def test_a_collection_looks_up_ids_in_its_vocabularies():
         rows = ids.clone()
         rows[:, 0], rows[:, 1] = first(torch.stack([ids[:, 0], ids[:, 1]]))
         rows[:, 3] = second(ids[:, 3])
-        for (model, optimizer), given in zip(models, (ids, rows), strict=True):
+        for (model, optimizer), inputs in zip(models, (ids, rows), strict=True):
             optimizer.zero_grad()
-            sum(each.square().sum() for each in model(given).values()).backward()
+            sum(each.square().sum() for each in model(inputs).values()).backward()
             optimizer.step()
             optimizer.catch_up()
         assert known[0].as_dict() == first.as_dict()
