@@ -90,7 +90,12 @@ class Run:
         return subprocess.Popen(
             ["sh", "-c", script, "sh", *command],
             cwd=ROOT,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+                "MALLOC_ARENA_MAX": "1",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -239,14 +244,14 @@ def main() -> None:
 
 def report() -> None:
     run = Run(
-        rows=380_000,
+        rows=416_000,
         dim=4096,
         batch=256,
-        steps=420,
-        every=210,
-        cut_before=300,
+        steps=320,
+        every=160,
+        cut_before=240,
         timeout=60,
-        memory=288 << 20,
+        memory=320 << 20,
     )
     joint = run.memory * run.hosts
     print(
@@ -271,4 +276,4 @@ def report() -> None:
 
 
 if __name__ == "__main__":
-    main() if len(sys.argv) > 1 else report()
+    main() if len(sys.argv) > 2 else report()
