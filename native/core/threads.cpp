@@ -77,20 +77,19 @@ int available_threads(int threads) {
     return balance.has_lost() && balance.is_alone(Clock::now()) ? 1 : threads;
 }
 
-PartTimer::PartTimer() : cpu_began_(cpu_time()) {}
+PartTimer::PartTimer() : began_(Clock::now()), cpu_began_(cpu_time()) {}
 
 void PartTimer::caller_done(int64_t tasks) {
     cpu_used_ = cpu_time() - cpu_began_;
-    caller_ended_ = Clock::now();
     caller_tasks_ = tasks;
 }
 
 void PartTimer::finish(int64_t tasks) const {
     if (caller_tasks_ == 0) return;  // nothing to estimate from
     const Clock::time_point now = Clock::now();
-    // Alone, the caller would have waited for a core just as often: only its own work counts.
+    // A single thread is rarely put aside: with one more, each core is wanted twice.
     const Duration alone = cpu_used_ * tasks / caller_tasks_;
-    balance.add(alone - cpu_used_ - (now - caller_ended_), now);
+    balance.add(alone - (now - began_), now);
 }
 
 void run_on_threads(int threads, void (*run)(void*), void* context) {

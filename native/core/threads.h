@@ -24,9 +24,9 @@ const char* thread_source();
 // The number of threads to use now: `threads`, or 1 while other processes keep the cores busy.
 //
 // A parallel part ends when its last thread arrives, and a thread that waits for a core arrives a
-// time slice late: several times the work of a small step. So the calling thread compares what each
-// part took with an estimate of working alone. After a loss it works alone for a while, longer each
-// time the next attempt fails too.
+// time slice late: several times the work of a small step. Waking a thread may take as long as such
+// a step, too. So the calling thread compares what each part took with an estimate of working
+// alone. After a loss it works alone for a while, longer each time the next attempt fails too.
 int available_threads(int threads);
 
 // Measures one parallel part on the calling thread.
@@ -40,8 +40,8 @@ public:
 
 private:
     using Clock = std::chrono::steady_clock;
+    Clock::time_point began_;
     Clock::duration cpu_began_, cpu_used_{};
-    Clock::time_point caller_ended_{};
     int64_t caller_tasks_ = 0;
 };
 
