@@ -100,7 +100,7 @@ def beside(count: int, target: Callable[..., None] = spin, *args: int) -> Iterat
     others = [context.Process(target=target, args=args, daemon=True) for _ in range(count)]
     for each in others:
         each.start()
-    time.sleep(20.0 if args else 1.0 if count else 0.0)
+    time.sleep(8.0 if args else 1.0 if count else 0.0)
     try:
         yield
     finally:
