@@ -8,13 +8,14 @@ much of it is the system's, which provides memory. Each measurement has a proces
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
 import sys
 import time
 
-TABLES, ROWS, DIM, LOOKUPS, STEPS, ROUNDS = 26, 200_000, 64, 8_192, 20, 3
+TABLES, ROWS, DIM, LOOKUPS, STEPS = 26, 200_000, 64, 8_192, 20
 
 
 def measure(library: str, name: str) -> tuple[float, float]:
@@ -41,11 +42,14 @@ def measure(library: str, name: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    print(f"{'':10} {'':12} first step   {STEPS} steps   (seconds of CPU, medians of {ROUNDS})")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    print(f"{'':10} {'':12} first step   {STEPS} steps   (seconds of CPU, medians of {rounds})")
     for name in ("Adagrad", "SparseAdam"):
         for library in ("torch", "sparsestep"):
             runs = []
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 command = [sys.executable, __file__, library, name]
                 runs.append(json.loads(subprocess.check_output(command)))
             first, all_steps = (statistics.median(column) for column in zip(*runs, strict=True))
@@ -53,7 +57,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:] and not sys.argv[1].startswith("-"):
         print(json.dumps(measure(*sys.argv[1:])))
     else:
         main()
