@@ -65,7 +65,7 @@ int available_threads(int threads) {
 PartTimer::PartTimer() : began_(ThreadBalance::Clock::now()) {}
 
 // Time for which this thread has had a core.
-PartTimer::Duration PartTimer::begin() {
+PartTimer::Duration PartTimer::cpu_time() {
 #if defined(_WIN32)
     return ThreadBalance::Clock::now().time_since_epoch();
 #else

@@ -34,9 +34,9 @@ class PartTimer {
 public:
     using Duration = std::chrono::nanoseconds;
     PartTimer();
-    // Call on each thread when it begins and ends; pass the first call's result to the second.
-    static Duration begin();
-    void end(Duration began) { worked_ += (begin() - began).count(); }
+    static Duration cpu_time();  // of this thread
+    // Call on each thread when it has done its tasks; `began` is its CPU time before them.
+    void end(Duration began) { worked_ += (cpu_time() - began).count(); }
     // Call on the calling thread when all threads have arrived.
     void finish() const;
 
@@ -63,7 +63,7 @@ void parallel(int threads, int64_t tasks, const Body& body) {
         threads,
         [](void* context) {
             Shared& work = *static_cast<Shared*>(context);
-            const auto began = PartTimer::begin();
+            const auto began = PartTimer::cpu_time();
             for (;;) {
                 const int64_t task = work.next.fetch_add(1, std::memory_order_relaxed);
                 if (task >= work.tasks) break;

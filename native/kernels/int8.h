@@ -40,9 +40,8 @@ constexpr Int8RandomBits int8_random_bits;
 // `fixed`: the number of columns if known at compile time, else 0, as for StoredRows.
 template <class T, int64_t fixed>
 struct Int8Rows {
-    // The scale needs the whole slot. States must not lie a multiple of 4 KB apart: processors take
-    // such addresses for the same at first.
-    static constexpr int64_t kept_columns = fixed ? tile_size : max_kept_slot_size + 144;
+    // The scale needs the whole slot.
+    static constexpr int64_t kept_columns = fixed ? tile_size : max_kept_slot_size;
     static constexpr bool is_kept() { return !fixed; }
     // Rows take many instructions. Prefetching the next one all at once would stall them, so it is
     // prefetched piece by piece.
@@ -175,7 +174,7 @@ private:
 // State in any form: int8 codes, or converted.
 template <class T>
 struct AnyRows {
-    static constexpr int64_t kept_columns = Int8Rows<T, 0>::kept_columns;
+    static constexpr int64_t kept_columns = max_kept_slot_size;
 
     ConvertedRows<T> converted;
     Int8Rows<T, 0> coded;

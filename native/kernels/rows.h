@@ -319,7 +319,6 @@ struct ConvertedRows {
           row_stride(job.row_stride) {}
     T* load(int64_t row, int64_t offset, int64_t n, T* tile) const {
         const int64_t column = first_column + offset;
-        if (n == tile_size && view.element_stride == 1) prefetch_tile(row, column + n);
         if (in_place) return static_cast<T*>(view.data) + element_offset(view, row, column);
         load_tile(view, row, column, n, tile);
         return tile;
@@ -338,17 +337,6 @@ struct ConvertedRows {
             run = rest < n - done ? rest : n - done;
             store_tile(view, row, column + done, run, tile + done, random,
                        row_stride.element(here));
-        }
-    }
-    // While a long row's tile is converted, nothing is read: its next tile is prefetched meanwhile.
-    SPARSESTEP_INLINE void prefetch_tile(int64_t row, int64_t column) const {
-        const int64_t size = bytes_of(view.dtype);
-        const char* at =
-            static_cast<const char*>(view.data) + element_offset(view, row, column) * size;
-        const int64_t rest = last_column - column;
-        const int64_t end = (rest < tile_size ? rest : tile_size) * size;
-        for (int64_t byte = 0; byte < end; byte += cache_line) {
-            __builtin_prefetch(at + byte, 0, 2);
         }
     }
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
