@@ -2,7 +2,8 @@
 
 All contestants of a line take turns within one run, with the same gradients. Lines without a class
 in torch compare our state in bfloat16 and int8 with float32. ``--processes 8`` runs AdamW in so
-many processes at once, each on all cores, and divides the time of a step by a fair share.
+many processes at once, each on all cores, and divides the time of a step by a fair share. The limit
+is the bandwidth of torch's multiplication in place.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from sparsestep.cli.options import int_in_range
 
 FUSED = ("AdamW", "Adagrad", "SGD")
 OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
+# Of an element in float32: read parameter, gradient and state, write parameter and state.
+BYTES = {"AdamW": 28, "Adagrad": 20, "SGD": 20, "RMSprop": 20, "Lion": 20}
 GRADS = 3  # enough that no gradient stays in a cache
 
 
@@ -53,7 +56,23 @@ def compare(title: str, optimizers: dict[str, Any], shape: tuple[int, ...], roun
     *others, last = times
     ratios = [f"{times[name] / times[last]:.2f} x {name}" for name in others]
     listed = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
-    print(f"{title:<20} {listed} ms{': ' if ratios else ''}{', '.join(ratios)}", flush=True)
+    if title in BYTES:
+        elements = param.numel()
+        ratios.append(
+            f"{BYTES[title] * elements / times[last] / 1e6 / bandwidth(elements):.2f} of the limit"
+        )
+    print(f"{title:<20} {listed} ms: {', '.join(ratios)}", flush=True)
+
+
+def bandwidth(elements: int) -> float:
+    """Gigabytes per second of a multiplication in place."""
+    tensor = torch.zeros(elements)
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        tensor.mul_(1.0)
+        times.append(time.perf_counter() - begin)
+    return 8 * elements / statistics.median(times[5:]) / 1e9
 
 
 def mean_ms(size: int, seconds: float) -> float:
