@@ -100,7 +100,7 @@ def beside(count: int, target: Callable[..., None] = spin, *args: int) -> Iterat
     others = [context.Process(target=target, args=args, daemon=True) for _ in range(count)]
     for each in others:
         each.start()
-    time.sleep(20.0 if args else 1.0 if count else 0.0)
+    time.sleep(8.0 if args else 1.0 if count else 0.0)
     try:
         yield
     finally:
@@ -114,16 +114,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="per contestant and block")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only-ours", action="store_true", help="leave out torch's SparseAdam")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--beside", type=int, nargs="*", default=NEIGHBORS, help="busy processes")
     options = parser.parse_args(arguments)
     threads = torch.get_num_threads()
     classes: list[type[torch.optim.Optimizer]] = [sparsestep.SparseAdam]
     if not options.only_ours:
         classes.append(torch.optim.SparseAdam)
     for name, case in CASES.items():
+        if options.only not in name:
+            continue
         grads = gradients(*case)
         for cls in classes:
             step = stepper(cls, grads)
-            scenes = [(f"{count} busy", beside(count), 0.0) for count in NEIGHBORS]
+            scenes = [(f"{count} busy", beside(count), 0.0) for count in options.beside]
             if cls is sparsestep.SparseAdam:
                 scenes.append(("in turns", beside(1, take_turns, 65_536), 0.05))
             line = []

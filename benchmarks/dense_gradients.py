@@ -1,12 +1,17 @@
 """Dense gradients on the CPU: our default against torch's default and torch's fused kernel.
 
 All contestants of a line take turns within one run, with the same gradients. Lines without a class
-in torch compare our state in bfloat16 and int8 with float32.
+in torch compare our state in bfloat16 and int8 with float32. ``--processes 8`` runs AdamW in so
+many processes at once, each on all cores, and divides the time of a step by a fair share. The limit
+is the bandwidth of torch's multiplication in place.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import statistics
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +26,8 @@ from sparsestep.cli.options import int_in_range
 
 FUSED = ("AdamW", "Adagrad", "SGD")
 OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
+# Of an element in float32: read parameter, gradient and state, write parameter and state.
+BYTES = {"AdamW": 28, "Adagrad": 20, "SGD": 20, "RMSprop": 20, "Lion": 20}
 GRADS = 3  # enough that no gradient stays in a cache
 
 
@@ -49,15 +56,63 @@ def compare(title: str, optimizers: dict[str, Any], shape: tuple[int, ...], roun
     *others, last = times
     ratios = [f"{times[name] / times[last]:.2f} x {name}" for name in others]
     listed = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
-    print(f"{title:<20} {listed} ms{': ' if ratios else ''}{', '.join(ratios)}", flush=True)
+    if title in BYTES:
+        elements = param.numel()
+        ratios.append(
+            f"{BYTES[title] * elements / times[last] / 1e6 / bandwidth(elements):.2f} of the limit"
+        )
+    print(f"{title:<20} {listed} ms: {', '.join(ratios)}", flush=True)
+
+
+def bandwidth(elements: int) -> float:
+    """Gigabytes per second of a multiplication in place."""
+    tensor = torch.zeros(elements)
+    times = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        tensor.mul_(1.0)
+        times.append(time.perf_counter() - begin)
+    return 8 * elements / statistics.median(times[5:]) / 1e9
+
+
+def mean_ms(size: int, seconds: float) -> float:
+    """Milliseconds of a step of AdamW, over so many seconds."""
+    param = Parameter(torch.randn(size, size))
+    param.grad = torch.randn(size, size)
+    optimizer = sparsestep.AdamW([param], lr=1e-3)
+    optimizer.step()
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        optimizer.step()
+        count += 1
+    return 1e3 * (time.perf_counter() - begin) / count
+
+
+def compare_processes(size: int, processes: int, seconds: float) -> None:
+    """Print the time of a step in one of several processes, of a fair share."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes) as pool:
+        alone = pool.apply(mean_ms, (size, seconds))
+        times = pool.starmap(mean_ms, [(size, seconds)] * processes, chunksize=1)
+    together = statistics.mean(times)
+    print(
+        f"{processes} processes: {together:.1f} ms, alone {alone:.1f} ms: "
+        f"{together / (processes * alone):.2f} of a fair share"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     size = int_in_range(1, 1 << 16)
     parser.add_argument("--size", type=size, default=4000, help="rows and columns (%(default)s)")
+    parser.add_argument(
+        "--processes", type=int_in_range(2, 64), help="only measure so many at once"
+    )
     add_rounds(parser, 20)
     given = parser.parse_args(arguments)
+    if given.processes:
+        compare_processes(given.size, given.processes, seconds=4.0)
+        return
     torch.manual_seed(0)
     matrix, vector = (given.size, given.size), (given.size**2,)
     for name in ("AdamW", "Adagrad", "SGD", "RMSprop", "Lion"):

@@ -7,6 +7,8 @@ torch's SparseAdam before each, which leaves us the caches as a training loop wo
 layers 16 to 16, so 100 small dense parameters, against torch's AdamW. There torch's own kernel does
 the work for both, and the ratio shows what our checks add.
 
+*forms*: 64 rows of 16 through the class, ``functional.sparse_adam_`` and ``FunctionalSparseAdam``.
+
 *threads*: a step of ours (1,000,000 x 64, 65,536 lookups) and a matrix product of torch's, both on
 all threads: each alone, then in turn. Do two pools of threads cost more than the two apart?
 """
@@ -87,6 +89,31 @@ def measure_small(rounds: int) -> None:
         )
 
 
+def measure_forms(rounds: int) -> None:
+    grads = uniform_coo_grads(1_000, 16, 64)
+    params = [torch.nn.Parameter(torch.randn(1_000, 16)) for _ in range(2)]
+    optimizer = sparsestep.SparseAdam(params[:1])
+    by_hand = sparsestep.FunctionalSparseAdam(params[1:])
+    table, *state = (torch.zeros(1_000, 16) for _ in range(3))
+
+    def by_class(number: int) -> None:
+        params[0].grad = grads[number % SETS]
+        optimizer.step()
+
+    def in_place(number: int) -> None:
+        sparsestep.functional.sparse_adam_(table, grads[number % SETS], *state, step=number + 1)
+
+    forms = {
+        "class": by_class,
+        "functional.sparse_adam_": in_place,
+        "FunctionalSparseAdam": lambda number: by_hand.step([grads[number % SETS]]),
+    }
+    gc.disable()
+    times = {name: 1e6 * _median_seconds(form, rounds) for name, form in forms.items()}
+    gc.enable()
+    print("64 rows of 16  " + ", ".join(f"{name} {time:.1f} us" for name, time in times.items()))
+
+
 def _median_seconds(work: Callable[[int], object], rounds: int) -> float:
     times = []
     for number in range(SETS + rounds):
@@ -129,13 +156,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_rounds(parser, 1_000)
-    parser.add_argument("--only", choices=("tiny", "small", "threads"))
+    parser.add_argument("--only", choices=("tiny", "small", "forms", "threads"))
     parser.add_argument("--profile", action="store_true", help="profile the steps of tiny")
     options = parser.parse_args(arguments)
     if options.only in (None, "tiny"):
         measure_tiny(2 * options.rounds, profile=options.profile)
     if options.only in (None, "small"):
         measure_small(options.rounds)
+    if options.only in (None, "forms"):
+        measure_forms(2 * options.rounds)
     if options.only in (None, "threads"):
         measure_threads(max(2, options.rounds // 16))
 

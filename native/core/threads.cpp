@@ -54,43 +54,30 @@ void on_short_lived_threads(int threads, void (*run)(void*), void* context) {
     for (std::thread& helper : helpers) helper.join();
 }
 
-using Clock = ThreadBalance::Clock;
-using Duration = ThreadBalance::Duration;
-
-// Time for which this thread has had a core.
-Duration cpu_time() {
-#if defined(_WIN32)
-    return Clock::now().time_since_epoch();
-#else
-    timespec now;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-    return std::chrono::duration_cast<Duration>(std::chrono::seconds(now.tv_sec) +
-                                                std::chrono::nanoseconds(now.tv_nsec));
-#endif
-}
-
 thread_local ThreadBalance balance;
 
 }  // namespace
 
 int available_threads(int threads) {
-    return balance.has_lost() && balance.is_alone(Clock::now()) ? 1 : threads;
+    return balance.has_lost() && balance.is_alone(ThreadBalance::Clock::now()) ? 1 : threads;
 }
 
-PartTimer::PartTimer() : cpu_began_(cpu_time()) {}
+PartTimer::PartTimer() : began_(ThreadBalance::Clock::now()) {}
 
-void PartTimer::caller_done(int64_t tasks) {
-    cpu_used_ = cpu_time() - cpu_began_;
-    caller_ended_ = Clock::now();
-    caller_tasks_ = tasks;
+// Time for which this thread has had a core.
+PartTimer::Duration PartTimer::cpu_time() {
+#if defined(_WIN32)
+    return ThreadBalance::Clock::now().time_since_epoch();
+#else
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return std::chrono::seconds(now.tv_sec) + Duration(now.tv_nsec);
+#endif
 }
 
-void PartTimer::finish(int64_t tasks) const {
-    if (caller_tasks_ == 0) return;  // nothing to estimate from
-    const Clock::time_point now = Clock::now();
-    // Alone, the caller would have waited for a core just as often: only its own work counts.
-    const Duration alone = cpu_used_ * tasks / caller_tasks_;
-    balance.add(alone - cpu_used_ - (now - caller_ended_), now);
+void PartTimer::finish() const {
+    const auto now = ThreadBalance::Clock::now();
+    balance.add(Duration(worked_.load()) - (now - began_), now);
 }
 
 void run_on_threads(int threads, void (*run)(void*), void* context) {

@@ -21,35 +21,29 @@ void install_fork_handler();
 // Whose threads on_team() uses: "openmp (torch's)" or "short-lived".
 const char* thread_source();
 
-// The number of threads to use now: `threads`, or 1 while other processes keep the cores busy.
+// The number of threads to use now: `threads`, or 1 while more threads lose time.
 //
-// A parallel part ends when its last thread arrives, and a thread that waits for a core arrives a
-// time slice late: several times the work of a small step. So the calling thread compares what each
-// part took with an estimate of working alone. After a loss it works alone for a while, longer each
-// time the next attempt fails too.
+// A parallel part ends when its last thread arrives. A thread that waits for a core arrives a time
+// slice late, which is several times the work of a small step; waking one takes time, too. So each
+// part is compared with the time that a single thread would need for the same work. After a loss
+// the calling thread works alone for a while, longer each time the next attempt fails too.
 int available_threads(int threads);
 
-// Measures one parallel part on the calling thread.
+// Measures one parallel part.
 class PartTimer {
 public:
+    using Duration = std::chrono::nanoseconds;
     PartTimer();
-    // Call on the calling thread when it finds no more tasks.
-    void caller_done(int64_t tasks);
-    // Call when all threads have arrived; `tasks`: of all threads.
-    void finish(int64_t tasks) const;
+    static Duration cpu_time();  // of this thread
+    // Call on each thread when it has done its tasks; `began` is its CPU time before them.
+    void end(Duration began) { worked_ += (cpu_time() - began).count(); }
+    // Call on the calling thread when all threads have arrived.
+    void finish() const;
 
 private:
-    using Clock = std::chrono::steady_clock;
-    Clock::duration cpu_began_, cpu_used_{};
-    Clock::time_point caller_ended_{};
-    int64_t caller_tasks_ = 0;
+    std::chrono::steady_clock::time_point began_;
+    std::atomic<Duration::rep> worked_{0};  // by all threads
 };
-
-// Differs between threads.
-inline const void* this_thread() {
-    static thread_local char address;
-    return &address;
-}
 
 // Runs body(task) for every task in [0, tasks). Which thread runs which task is not fixed, so what
 // a task writes must not depend on it.
@@ -62,24 +56,23 @@ void parallel(int threads, int64_t tasks, const Body& body) {
     struct Shared {
         const Body* body;
         int64_t tasks;
-        const void* caller;
-        PartTimer timer;
         std::atomic<int64_t> next{0};
-    } shared{&body, tasks, this_thread(), {}};
+        PartTimer timer{};
+    } shared{&body, tasks};
     run_on_threads(
         threads,
         [](void* context) {
             Shared& work = *static_cast<Shared*>(context);
-            int64_t done = 0;
-            for (;; ++done) {
+            const auto began = PartTimer::cpu_time();
+            for (;;) {
                 const int64_t task = work.next.fetch_add(1, std::memory_order_relaxed);
                 if (task >= work.tasks) break;
                 (*work.body)(task);
             }
-            if (this_thread() == work.caller) work.timer.caller_done(done);
+            work.timer.end(began);
         },
         &shared);
-    shared.timer.finish(tasks);
+    shared.timer.finish();
 }
 
 }  // namespace sparsestep

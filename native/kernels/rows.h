@@ -304,6 +304,7 @@ struct ConvertedRows {
     TensorView view;
     int64_t first_column, last_column, slot_size;
     bool stochastic_rounding;
+    bool in_place;  // no conversion; a constrained row is kept until its norm is known
     Randomness random;
     RowStride row_stride;
 
@@ -313,13 +314,17 @@ struct ConvertedRows {
           last_column(slice.last_column),
           slot_size(job.slot_size),
           stochastic_rounding(job.stochastic_rounding),
+          in_place(is_stored_as<T>(view) && !(job.constraint.norm > 0)),
           random(job.seed, tensor),
           row_stride(job.row_stride) {}
     T* load(int64_t row, int64_t offset, int64_t n, T* tile) const {
-        load_tile(view, row, first_column + offset, n, tile);
+        const int64_t column = first_column + offset;
+        if (in_place) return static_cast<T*>(view.data) + element_offset(view, row, column);
+        load_tile(view, row, column, n, tile);
         return tile;
     }
     void store(int64_t row, int64_t offset, int64_t n, const T* tile) const {
+        if (in_place) return;
         const int64_t column = first_column + offset;
         if (stochastic_rounding) return store_at_random(row, column, n, tile);
         store_tile(view, row, column, n, tile);

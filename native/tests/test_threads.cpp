@@ -1,4 +1,6 @@
 // When steps use one thread because other processes keep the cores busy.
+#include <thread>
+
 #include "core/thread_balance.h"
 #include "core/threads.h"
 #include "testing.h"
@@ -66,10 +68,20 @@ void test_parallel() {
     }
 }
 
+// Tasks that wait keep threads from a core, whichever thread has them.
+void test_loss() {
+    std::thread([] {
+        parallel(2, 2, [](int64_t) { std::this_thread::sleep_for(milliseconds(200)); });
+        check(available_threads(2) == 1, "threads: alone after a part that waited");
+    }).join();
+    check(available_threads(2) == 2, "threads: each calling thread decides for itself");
+}
+
 }  // namespace
 
 void test_threads() {
     test_balance();
+    test_loss();
     test_parallel();
 }
 
