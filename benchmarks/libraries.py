@@ -169,10 +169,14 @@ def click_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return penalty + functional.binary_cross_entropy(model(batch[0]), batch[1])
 
 
+def plain_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss without a penalty."""
+    return functional.binary_cross_entropy(model(batch[0]), batch[1])
+
+
 def penalized_rows_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     """The loss with a penalty on the rows that the batch looks up."""
-    loss: Tensor = functional.binary_cross_entropy(model(batch[0]), batch[1])
-    ids = batch[0].long()
+    loss, ids = plain_loss(model, batch), batch[0].long()
     for tables in (model.embedding_dict, model.linear_model.embedding_dict):
         for field, table in enumerate(tables.values()):
             loss = loss + 1e-5 * embedding_l2(table, ids[:, field])
@@ -200,6 +204,15 @@ def click_model() -> Iterator[tuple[str, Training]]:
     yield "ours", train(ours, sparsestep.Adam(ours.parameters(), lr=LR), loss=click_loss)
     optimizer = sparsestep.nn.optimizer_for(rows, sparsestep.Adam, lr=LR)
     yield "fused", train(rows, optimizer, loss=penalized_rows_loss)
+    decayed = model(0, True)
+    weights = [each.weight for each in decayed.modules() if isinstance(each, nn.Embedding)]
+    others = [param for param in decayed.parameters() if all(param is not w for w in weights)]
+    # The penalty of Adam's loss is divided by the root of v; this one is not.
+    groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": 1e-5}, {"params": others}]
+    optimizer = sparsestep.nn.optimizer_for(
+        decayed, sparsestep.AdamW, params=groups, lr=LR, weight_decay=0
+    )
+    yield "decay", train(decayed, optimizer, loss=plain_loss)
 
 
 PROGRAMS: dict[str, Callable[[], Iterator[tuple[str, Training]]]] = {
