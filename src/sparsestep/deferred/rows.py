@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -505,10 +506,9 @@ class StepCatchUp:
     def _prepare(self, pending: _Pending) -> int:
         """Catch up the rows of one update, and allocate for its commit; number of stale rows."""
         update, indices = pending.update, pending.indices
-        idle = update.settings.rule.idle_update
-        if indices is None and idle is not None and not idle.recomputes:
-            if id(update.key) not in self._deferred:
-                return 0  # as long as gradients are dense, no row is ever behind
+        idle, is_known = update.settings.rule.idle_update, id(update.key) in self._deferred
+        if indices is None and not is_known and idle is not None and not idle.recomputes:
+            return 0  # as long as gradients are dense, no row is ever behind
         try:
             deferred, stale = self._rows_for(pending)
             self._prepared.append(deferred)
@@ -570,7 +570,9 @@ def replay_dense_step(
     assert ext is not None
     last_steps: list[tuple[Tensor, Tensor | None, int]] = []
     calls: list[Callable[[], None]] = []
-    for group, settings in zip(groups, cached.settings, strict=False):
+    for group, settings, known in zip(groups, cached.settings, cached.cached_groups, strict=False):
+        if not all(map(is_, group.values(), known[0])):
+            return False
         for param in group["params"]:
             if param.grad is None:
                 continue

@@ -430,15 +430,15 @@ class RuleOptimizer(_Base):
             else:
                 groups, state, addresses = self.param_groups, self.state, self.store.addresses
                 plan, done = cached_plan, False
-                if plan is not None and not is_dense:
-                    done = replay_step(groups, plan, state, addresses)
-                if plan is not None and not done:
-                    plan = self.groups.updated_plan(self, plan)
-                    self._cached_plan = plan or cached_plan
-                    if plan is not None and is_dense:
+                while plan is not None and not done:
+                    if is_dense:
                         done = replay_dense_step(groups, plan, state, addresses, self.deferred)
-                    elif plan is not None and plan is not cached_plan:
+                    else:
                         done = replay_step(groups, plan, state, addresses)
+                    if not done:
+                        updated = self.groups.updated_plan(self, plan)
+                        plan = None if updated is plan else updated
+                        self._cached_plan = plan or self._cached_plan
                 if not done:
                     self._plan_step()
             if mapped_files:
