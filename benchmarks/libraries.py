@@ -1,9 +1,13 @@
-"""Whole iterations of models from other libraries: PyKEEN, PyTorch Geometric and DeepCTR.
+"""Whole iterations of models from other libraries: PyKEEN, PyTorch Geometric, DeepCTR and gensim.
 
 Each program is the library's own model and loss. Contestants have the same weights and the same
 batches: torch's optimizer; ours on the model as it is ("ours"); ours as our documentation has it
 ("fused"). Programs whose library is not installed are left out. ``make integrations`` installs
-PyKEEN and PyTorch Geometric; ``pip install --no-deps deepctr-torch==0.3.0`` the last.
+PyKEEN and PyTorch Geometric;
+``pip install --no-deps deepctr-torch==0.3.0 gensim==4.4.0 smart_open`` the others.
+
+DeepFM's penalty is replaced by one on the rows of the batch ("fused"), or by decoupled weight decay
+of the tables ("decay"). gensim draws its pairs in the iteration, ours are given.
 """
 
 from __future__ import annotations
@@ -169,10 +173,14 @@ def click_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     return penalty + functional.binary_cross_entropy(model(batch[0]), batch[1])
 
 
+def plain_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss without a penalty."""
+    return functional.binary_cross_entropy(model(batch[0]), batch[1])
+
+
 def penalized_rows_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
     """The loss with a penalty on the rows that the batch looks up."""
-    loss: Tensor = functional.binary_cross_entropy(model(batch[0]), batch[1])
-    ids = batch[0].long()
+    loss, ids = plain_loss(model, batch), batch[0].long()
     for tables in (model.embedding_dict, model.linear_model.embedding_dict):
         for field, table in enumerate(tables.values()):
             loss = loss + 1e-5 * embedding_l2(table, ids[:, field])
@@ -200,15 +208,126 @@ def click_model() -> Iterator[tuple[str, Training]]:
     yield "ours", train(ours, sparsestep.Adam(ours.parameters(), lr=LR), loss=click_loss)
     optimizer = sparsestep.nn.optimizer_for(rows, sparsestep.Adam, lr=LR)
     yield "fused", train(rows, optimizer, loss=penalized_rows_loss)
+    decayed = model(0, True)
+    weights = [each.weight for each in decayed.modules() if isinstance(each, nn.Embedding)]
+    others = [param for param in decayed.parameters() if all(param is not w for w in weights)]
+    groups: list[dict[str, Any]] = [{"params": weights, "weight_decay": 1e-5}, {"params": others}]
+    decaying = sparsestep.nn.optimizer_for(
+        decayed, sparsestep.AdamW, params=groups, lr=LR, weight_decay=0
+    )
+    yield "decay", train(decayed, decaying, loss=plain_loss)
 
 
-PROGRAMS: dict[str, Callable[[], Iterator[tuple[str, Training]]]] = {
+# gensim: word vectors
+
+WORDS, WINDOW, SENTENCES, LENGTH_OF_SENTENCE = 100_000, 5, 10, 1_000
+DRAWN = 5  # words for each pair, as if they were near
+
+
+def sentences(seed: int) -> Tensor:
+    """Words, of which few are frequent."""
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(SENTENCES, LENGTH_OF_SENTENCE, generator=generator, dtype=torch.float64)
+    return (WORDS**uniform).long() - 1
+
+
+def pairs(words: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """The words of all pairs that gensim trains, each with a word near it, then others."""
+    generator = torch.Generator().manual_seed(seed)
+    reach = torch.randint(1, WINDOW + 1, words.shape, generator=generator)
+    near = [n for n in range(-WINDOW, WINDOW + 1) if n]
+    index = torch.arange(LENGTH_OF_SENTENCE)
+    found = []
+    for n in near:
+        inside = (index + n >= 0) & (index + n < LENGTH_OF_SENTENCE) & (reach >= abs(n))
+        found.append(torch.stack([words[inside], words.roll(-n, dims=1)[inside]], dim=1))
+    both = torch.cat(found)[torch.randperm(sum(map(len, found)), generator=generator)]
+    others = words.flatten()[torch.randint(words.numel(), (len(both), DRAWN), generator=generator)]
+    return both[:, 0], torch.cat([both[:, 1:], others], dim=1)
+
+
+class WordVectors(nn.Module):
+    """Skip-gram with words that are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center: nn.Embedding = nn.Embedding(WORDS, 100, sparse=True)
+        self.context: nn.Embedding = nn.Embedding(WORDS, 100, sparse=True)
+        nn.init.zeros_(self.context.weight)
+
+
+def skip_gram(scores: Tensor) -> Tensor:
+    """The loss: the first column is near, the others are not."""
+    near, others = scores[:, 0], scores[:, 1:]
+    return -functional.logsigmoid(near).sum() - functional.logsigmoid(-others).sum()
+
+
+def materialized_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """With a row in memory for each word of a pair."""
+    center, context = model.center(batch[0]), model.context(batch[1])
+    return skip_gram((center.unsqueeze(1) * context).sum(-1))
+
+
+def dot_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """With dot products in memory, and no rows."""
+    return skip_gram(embedding_dot(model.center, batch[0], model.context, batch[1]))
+
+
+class Gensim:
+    """gensim's word2vec: one iteration is a call of ``train``, which draws the pairs as well."""
+
+    def __init__(self, batches: Sequence[Tensor]) -> None:
+        word2vec = import_peer("gensim.models").Word2Vec
+        self._sentences = [[list(map(str, each)) for each in batch.tolist()] for batch in batches]
+        self._model = word2vec(
+            vector_size=100,
+            window=WINDOW,
+            negative=DRAWN,
+            sg=1,
+            sample=0,
+            min_count=1,
+            workers=torch.get_num_threads(),
+            batch_words=LENGTH_OF_SENTENCE,
+        )
+        self._model.build_vocab([[str(word) for word in range(WORDS)]])
+
+    def before(self, number: int, /) -> None:
+        """Take the sentences of a set."""
+        self._batch = self._sentences[number]
+
+    def step(self) -> None:
+        """Train on them once."""
+        self._model.train(self._batch, total_examples=SENTENCES, epochs=1)
+
+
+def word_vectors() -> Iterator[tuple[str, Any]]:
+    """Plain gradient descent, as gensim has it."""
+    words = [sentences(seed) for seed in range(SETS)]
+    train = partial(Training, batches=[pairs(each, seed) for seed, each in enumerate(words)])
+    model = WordVectors()
+    for title, make, loss in (
+        ("torch", torch.optim.SGD, materialized_loss),
+        ("ours", sparsestep.SGD, materialized_loss),
+        ("fused", sparsestep.SGD, materialized_loss),
+        ("dot", sparsestep.SGD, dot_loss),
+    ):
+        twin = copy.deepcopy(model)
+        if title in ("fused", "dot"):
+            sparsestep.nn.fuse(twin)
+        yield title, train(twin, make(twin.parameters(), lr=0.025), loss=loss)
+    yield "gensim", Gensim(words)
+
+
+PROGRAMS: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
     "TransE": partial(knowledge_graph, "TransE"),
     "DistMult": partial(knowledge_graph, "DistMult"),
     "Node2Vec": partial(random_walks, "Node2Vec"),
     "MetaPath2Vec": partial(random_walks, "MetaPath2Vec"),
     "DeepFM": click_model,
+    "word2vec": word_vectors,
 }
+# Words of an iteration, of programs that read words.
+NUM_WORDS = {"word2vec": SENTENCES * LENGTH_OF_SENTENCE}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -231,6 +350,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for title, time in times.items()
         )
         print(f"{name:<14} {listed} ms", flush=True)
+        if name in NUM_WORDS:
+            speeds = (f"{title} {NUM_WORDS[name] / time:,.0f}" for title, time in times.items())
+            print(f"{'':<14} thousands of words per second: {', '.join(speeds)}", flush=True)
 
 
 if __name__ == "__main__":

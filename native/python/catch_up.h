@@ -1,5 +1,5 @@
-// Rows to catch up: the attributes of sparsestep._C.CatchUp. An object lives for one call, so it
-// need not be visible to Python's garbage collector.
+// Past steps, for rows to catch up with: sparsestep._C.CatchUp. It holds tables of numbers only, so
+// it need not be visible to Python's garbage collector.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,17 +17,12 @@ namespace {
 
 // Named like the fields of CatchUpJob.
 struct CatchUpCall {
-    int idle_update = -1;  // its index in idle_updates()
-    nb::object param;
-    nb::tuple state;         // those per row after those per element
-    int states_per_row = 0;  // how many of them there are
+    int idle_update = -1;    // its index in idle_updates()
+    int states_per_row = 0;  // how many states there are per row, after those per element
     nb::tuple powers;        // for each state a table, or None
-    nb::object rows = nb::none();
-    nb::object last;
-    int32_t now = 0, base = 0;
     int buffer = -1, square = -1;
     double buffer_decay = 1, square_decay = 1;
-    double eps = 0, max_error = 0;
+    double eps = 0;
     bool converges = true;
     int64_t horizon = 1;
     nb::object inverse_decay, sizes, roots, centers, sums;  // tables, float64
@@ -36,7 +31,8 @@ struct CatchUpCall {
     int64_t single_steps = 0;
 
     // Returns a CatchUpResult as a tuple; None, and nothing done, if the core cannot read a tensor.
-    nb::object run(int threads, int instruction_set) const {
+    nb::object run(nb::handle param, nb::tuple state, nb::handle rows, nb::handle last, int32_t now,
+                   int32_t base, double max_error, int threads, int instruction_set) const {
         const InstructionSet& set = instruction_set_of(instruction_set);
         if (idle_update < 0 || idle_update >= set.in_float.idle_update_count)
             throw nb::value_error("no such idle update");
@@ -44,9 +40,14 @@ struct CatchUpCall {
         if (!count || !numel(param)) return nb::make_tuple(0, 0);
         CatchUpJob work{};
         work.slot_size = numel(param) / num_slots;
-        const std::optional<bool> in_double = read_tensors(work, num_slots);
+        const std::optional<bool> in_double = read_tensors(work, num_slots, param, state);
         if (!in_double) return nb::none();
         if (constraint && !is_all_direct(work, *in_double)) return nb::none();
+        work.rows = integers(rows);
+        work.last = static_cast<int32_t*>(own_address(last));
+        work.now = now;
+        work.base = base;
+        work.max_error = max_error;
         read_history(work);
         const Kernels& kernels = *in_double ? set.in_double : set.in_float;
         const CatchUpResult done =
@@ -56,7 +57,8 @@ struct CatchUpCall {
 
 private:
     // Whether the arithmetic is in double; nothing if the core cannot read a tensor.
-    std::optional<bool> read_tensors(CatchUpJob& work, int64_t num_slots) const {
+    std::optional<bool> read_tensors(CatchUpJob& work, int64_t num_slots, nb::handle param,
+                                     const nb::tuple& state) const {
         const int count = int(nb::len(state));
         work.slot_states = states_per_row;
         work.states = count - states_per_row;
@@ -91,16 +93,11 @@ private:
     void read_history(CatchUpJob& work) const {
         work.constraint = read_constraint(constraint);
         work.single_steps = single_steps;
-        work.rows = integers(rows);
-        work.last = static_cast<int32_t*>(own_address(last));
-        work.now = now;
-        work.base = base;
         work.buffer = buffer;
         work.square = square;
         work.buffer_decay = buffer_decay;
         work.square_decay = square_decay;
         work.eps = eps;
-        work.max_error = max_error;
         work.converges = converges;
         work.horizon = horizon;
         work.inverse_decay = table_of(inverse_decay);
@@ -165,23 +162,16 @@ void bind_catch_up(nb::module_& module) {
     module.def("add_step", &add_step, nb::arg("sums"), nb::arg("centers"), nb::arg("buffer_powers"),
                nb::arg("root_powers"), nb::arg("step"), nb::arg("move"), nb::arg("root"),
                "Add a step to the sums of the steps before it.");
-    nb::class_<CatchUpCall>(module, "CatchUp", "Rows to catch up.")
+    nb::class_<CatchUpCall>(module, "CatchUp", "Past steps, for rows to catch up with.")
         .def(nb::init<>())
         .def_rw("idle_update", &CatchUpCall::idle_update)
-        .def_rw("param", &CatchUpCall::param)
-        .def_rw("state", &CatchUpCall::state)
         .def_rw("states_per_row", &CatchUpCall::states_per_row)
         .def_rw("powers", &CatchUpCall::powers)
-        .def_rw("rows", &CatchUpCall::rows, nb::arg().none())
-        .def_rw("last", &CatchUpCall::last)
-        .def_rw("now", &CatchUpCall::now)
-        .def_rw("base", &CatchUpCall::base)
         .def_rw("buffer", &CatchUpCall::buffer)
         .def_rw("square", &CatchUpCall::square)
         .def_rw("buffer_decay", &CatchUpCall::buffer_decay)
         .def_rw("square_decay", &CatchUpCall::square_decay)
         .def_rw("eps", &CatchUpCall::eps)
-        .def_rw("max_error", &CatchUpCall::max_error)
         .def_rw("converges", &CatchUpCall::converges)
         .def_rw("horizon", &CatchUpCall::horizon)
         .def_rw("inverse_decay", &CatchUpCall::inverse_decay)
@@ -193,7 +183,9 @@ void bind_catch_up(nb::module_& module) {
         .def_rw("constraint", &CatchUpCall::constraint, nb::arg().none())
         .def_rw("single_steps", &CatchUpCall::single_steps)
         .def(
-            "run", &CatchUpCall::run, nb::arg("threads"), nb::arg("instruction_set"),
+            "run", &CatchUpCall::run, nb::arg("param"), nb::arg("state"), nb::arg("rows").none(),
+            nb::arg("last"), nb::arg("now"), nb::arg("base"), nb::arg("max_error"),
+            nb::arg("threads"), nb::arg("instruction_set"),
             "Catch up; returns the number of deferred rows, and of rows whose parameter was stale. "
             "None, and nothing done, if the core cannot read a tensor.");
 }

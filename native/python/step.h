@@ -546,24 +546,29 @@ public:
     }
 
     // Has the commit advance the last steps of all rows that get a gradient. `deferred` has for
-    // each job its parameter, the last steps, and the latest step. False if another parameter was
-    // claimed, its gradient is dense, or a row is deferred; a last step that is not initialized is
-    // 0, which counts as deferred.
+    // each job its parameter, the last steps, and the latest step; None for the last steps of a
+    // parameter whose gradients are dense. False if another parameter was claimed, or one with the
+    // other kind of gradient, or if a row is deferred; a last step that is not initialized is 0,
+    // which counts as deferred.
     bool set_last_steps(nb::list deferred, int threads) {
         if (nb::len(deferred) != jobs_.size()) return false;
         for (size_t i = 0; i < jobs_.size(); ++i) {
             const nb::tuple one = nb::cast<nb::tuple>(deferred[i]);
-            if (one[0].ptr() != written_[i].ptr() || numel(one[1]) != jobs_[i].num_slots ||
-                jobs_[i].all_slots) {
-                return false;
+            const bool is_dense = one[1].is_none();
+            if (one[0].ptr() != written_[i].ptr() || is_dense != jobs_[i].all_slots) return false;
+            if (is_dense) {
+                last_steps_.push_back({nullptr, 0});
+                continue;
             }
+            if (numel(one[1]) != jobs_[i].num_slots) return false;
             alive_.push_back(one);
             last_steps_.push_back(
                 {static_cast<int32_t*>(own_address(one[1])), nb::cast<int32_t>(one[2])});
         }
         nb::gil_scoped_release release;
         for (size_t i = 0; i < jobs_.size(); ++i) {
-            if (!last_steps_[i].are_current(jobs_[i].indices, jobs_[i].entries, threads)) {
+            if (last_steps_[i].data &&
+                !last_steps_[i].are_current(jobs_[i].indices, jobs_[i].entries, threads)) {
                 return false;
             }
         }
@@ -584,6 +589,7 @@ public:
             nb::gil_scoped_release release;
             step_->apply();
             for (size_t i = 0; i < last_steps_.size(); ++i) {
+                if (!last_steps_[i].data) continue;
                 last_steps_[i].set_next(jobs_[i].indices, jobs_[i].entries);
             }
         }

@@ -83,27 +83,20 @@ class _NativeStep:
         state: dict[Tensor, Any],
         addresses: dict[int, tuple[Any, ...]],
         threads: int,
-        deferred: list[tuple[Tensor, Tensor, int]],
+        deferred: list[tuple[Tensor, Tensor | None, int]],
     ) -> bool: ...
     def prepare(self, threads: int) -> tuple[Any, int, int, int] | None: ...
     def commit(self) -> None: ...
 
 class CatchUp:
     idle_update: int
-    param: Tensor
-    state: tuple[Tensor, ...]
     states_per_row: int
     powers: tuple[Tensor | None, ...]
-    rows: Tensor | None
-    last: Tensor
-    now: int
-    base: int
     buffer: int
     square: int
     buffer_decay: float
     square_decay: float
     eps: float
-    max_error: float
     converges: bool
     horizon: int
     inverse_decay: Tensor
@@ -115,7 +108,18 @@ class CatchUp:
     constraint: tuple[float, float] | None
     single_steps: int
     def __init__(self) -> None: ...
-    def run(self, threads: int, instruction_set: int) -> tuple[int, int] | None: ...
+    def run(
+        self,
+        param: Tensor,
+        state: tuple[Tensor, ...],
+        rows: Tensor | None,
+        last: Tensor,
+        now: int,
+        base: int,
+        max_error: float,
+        threads: int,
+        instruction_set: int,
+    ) -> tuple[int, int] | None: ...
 
 class _Vocabulary:
     def find(self, ids: Tensor, rows: Tensor, threads: int) -> int: ...

@@ -311,7 +311,7 @@ def test_a_full_history_is_cleared(
     monkeypatch.setattr(StepHistory, "drop_oldest", lambda h, n: (dropped.append(n), drop(h, n)))
     monkeypatch.setattr(DeferredRows, "catch_up", counted)
     if at_once:
-        monkeypatch.setattr(StepHistory, "is_half_full", False)
+        monkeypatch.setattr(StepHistory, "is_half_full", StepHistory.is_full)
         monkeypatch.setattr(histories, "MAX_STEPS", 13)  # no series reaches far enough to be used
 
     def train(opt: Any, param: Tensor) -> None:

@@ -124,14 +124,14 @@ def test_a_bad_call_into_the_core_is_refused():
     for grad, param in ((whole, one.long()), (elsewhere, one)):
         assert not jobs.add(group, 1, grad, param, [one, one], None, None, None, "who", 0)
     assert jobs.prepare(1) is None  # nothing was added
-    catch_up = _native.ext.CatchUp()
+    catch_up, two = _native.ext.CatchUp(), torch.zeros(2, 3)
+    rest = None, torch.zeros(2, dtype=torch.int32), 0, 0, 1e-6, 1, 0
     with pytest.raises(ValueError, match="no such idle update"):
-        catch_up.run(threads=1, instruction_set=0)
+        catch_up.run(two, (two,), *rest)
     catch_up.idle_update = _native.ext.idle_updates().index("geometric")
-    catch_up.param, catch_up.last = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)
-    catch_up.state, catch_up.powers, catch_up.buffer = (torch.zeros(2, 3),), (None,), 1
+    catch_up.powers, catch_up.buffer = (None,), 1
     with pytest.raises(ValueError, match="no such rule"):
-        catch_up.run(threads=1, instruction_set=0)
+        catch_up.run(two, (two,), *rest)
 
 
 def test_tables_above_two_billion_slots():

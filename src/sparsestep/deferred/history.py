@@ -107,6 +107,28 @@ class StepHistory:
         self.capacity, self._numbers, self._tables = capacity, numbers, tables
         self.inverse_decay, self.sizes, self.roots, self.centers = by_step
         self.sums, self.powers = sums, powers
+        self._native_call: Any = None  # whose tables have moved
+
+    def native_call(self, rule: Rule) -> Any:
+        """The core's view of the steps, for catch-ups of parameters with this rule."""
+        if self._native_call is None:
+            assert ext is not None
+            idle, names = self.idle_update, rule.state_names
+            call = self._native_call = ext.CatchUp()
+            call.idle_update = _IDLE_UPDATES.index(idle.native)
+            call.states_per_row = sum(spec.per_row for spec in rule.state)
+            call.powers = tuple(map(self.powers.get, names))
+            if idle.buffer:
+                call.buffer = names.index(idle.buffer)
+                call.buffer_decay = self.decays.get(idle.buffer, 1.0)
+            if idle.square:
+                call.square = names.index(idle.square)
+                call.square_decay = self.decays.get(idle.square, 1.0)
+            call.eps, call.converges, call.horizon = self.eps, self.converges, self.horizon
+            call.inverse_decay, call.centers = self.inverse_decay, self.centers
+            call.sizes, call.roots, call.sums = self.sizes, self.roots, self.sums
+            call.constraint, call.single_steps = self.constraint, self.single_steps
+        return self._native_call
 
     @staticmethod
     def max_error(dtype: torch.dtype) -> float:
@@ -137,9 +159,10 @@ class StepHistory:
         return self.steps + 2 >= MAX_STEPS or self.latest_inverse_decay > _MAX_INVERSE_DECAY
 
     def clear(self) -> None:
-        """Drop all steps; every row has reached ``now``."""
-        self.sums[: self.steps + 1] = 0.0
-        self.base, self.steps, self.latest_inverse_decay = self.now, 0, 1.0
+        """Drop all steps; every row has reached ``now``. Atomic."""
+        first, count = 4 * self.capacity, (self.steps + 1) * self.idle_update.num_sums
+        self._numbers[first : first + count] = array("d", bytes(8 * count))
+        vars(self).update(base=self.now, steps=0, latest_inverse_decay=1.0)
 
     def drop_oldest(self, steps: int) -> None:
         """Drop the oldest steps; every row has reached the last of them."""
@@ -237,28 +260,20 @@ def catch_up_native(
     idle = history.idle_update
     if ext is None or not param.is_cpu or idle.native not in _IDLE_UPDATES:
         return None
-    work = ext.CatchUp()
-    work.idle_update = _IDLE_UPDATES.index(idle.native)
-    work.param, work.state = param, tuple(state)
-    work.rows = None if rows is None else rows.contiguous()
-    work.last, work.now, work.base = last, history.now, history.base
-    work.states_per_row = sum(spec.per_row for spec in rule.state)
-    work.powers = tuple(map(history.powers.get, rule.state_names))
-    if idle.buffer:
-        work.buffer = rule.state_names.index(idle.buffer)
-        work.buffer_decay = history.decays.get(idle.buffer, 1.0)
-    if idle.square:
-        work.square = rule.state_names.index(idle.square)
-        work.square_decay = history.decays.get(idle.square, 1.0)
-    work.eps = history.eps
-    work.max_error = history.max_error(param.dtype)
-    work.converges, work.horizon = history.converges, history.horizon
-    work.inverse_decay, work.centers = history.inverse_decay, history.centers
-    work.sizes, work.roots, work.sums = history.sizes, history.roots, history.sums
-    work.constraint, work.single_steps = history.constraint, history.single_steps
+    call = history.native_call(rule)
     if idle.recomputes:
-        work.options = rule.pack_hyperparams(history.hyperparams)
-    done = work.run(threads=torch.get_num_threads(), instruction_set=isa.index)
+        call.options = rule.pack_hyperparams(history.hyperparams)
+    done = call.run(
+        param,
+        tuple(state),
+        None if rows is None else rows.contiguous(),
+        last,
+        history.now,
+        history.base,
+        history.max_error(param.dtype),
+        torch.get_num_threads(),
+        isa.index,
+    )
     if done is None:
         return None
     deferred, stale = done

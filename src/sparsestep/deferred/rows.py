@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +138,16 @@ class DeferredRows:
         """Whether any row may be deferred."""
         return self.history.now > self._min_step
 
+    def are_most(self, ids: Any) -> bool:
+        """Whether a lookup reads so many rows that it had better catch up all of them.
+
+        Then later lookups, and the step, have nothing left to do. It takes no longer than the
+        lookup itself, which reads at least half as many rows.
+        """
+        if not isinstance(ids, Tensor) or ids.is_nested or 2 * ids.numel() < self.num_rows:
+            return False
+        return self.param is not None and file_of(self.param) is None
+
     def num_deferred(self) -> int:
         """Count the deferred rows."""
         if not self.has_deferred:
@@ -240,8 +251,8 @@ class DeferredRows:
         history = self.history
         if (
             self.param is not param
-            or self._settings is not settings
             or history.idle_update.fits is not None
+            or (self._settings is not settings and not self.matches(settings))
             or self.movable_rows is not None
             or self.dense_reader is not None
             or history.is_half_full
@@ -279,17 +290,23 @@ class DeferredRows:
             self.in_step = in_step
 
     def catch_up_all(self, param: Tensor, state: list[Tensor], engine: str = "auto") -> int:
-        """Make every row current that may move, and clear the history; see ``catch_up``."""
+        """Make every row current that may move, and clear the history; see ``catch_up``.
+
+        May be interrupted between any two calls.
+        """
         if not self.history.steps:
             return 0
         self.check(param, state)
-        stale = 0
+        stale, now = 0, self.history.now
+        self._sweep_position = None
         if self.has_deferred:
-            stale = self.catch_up(param, state, self._rows_to_catch_up(param), engine=engine)
-        now = self.history.now
-        steps = torch.where(self.never_updated, ~now, now)
-        finish((self.history.clear, partial(self.last_step.copy_, steps)))
-        self._min_step, self._sweep_position = now, None
+            rows = self._rows_to_catch_up(param)
+            stale = self.catch_up(param, state, rows, engine=engine)
+            if rows is not None or not param.numel():  # the other rows do not move
+                steps = torch.where(self.never_updated, ~now, now)
+                finish((partial(self.last_step.copy_, steps),))
+        self.history.clear()
+        self._min_step = now
         return stale
 
     def _rows_to_catch_up(self, param: Tensor) -> Tensor | None:
@@ -489,6 +506,9 @@ class StepCatchUp:
     def _prepare(self, pending: _Pending) -> int:
         """Catch up the rows of one update, and allocate for its commit; number of stale rows."""
         update, indices = pending.update, pending.indices
+        idle, is_known = update.settings.rule.idle_update, id(update.key) in self._deferred
+        if indices is None and not is_known and idle is not None and not idle.recomputes:
+            return 0  # as long as gradients are dense, no row is ever behind
         try:
             deferred, stale = self._rows_for(pending)
             self._prepared.append(deferred)
@@ -548,14 +568,19 @@ def replay_dense_step(
 ) -> bool:
     """Repeat a step with new gradients if no row of them has to catch up; see ``replay_step``."""
     assert ext is not None
-    last_steps: list[tuple[Tensor, Tensor, int]] = []
+    last_steps: list[tuple[Tensor, Tensor | None, int]] = []
     calls: list[Callable[[], None]] = []
-    for group, settings in zip(groups, cached.settings, strict=False):
+    for group, settings, known in zip(groups, cached.settings, cached.cached_groups, strict=False):
+        if not all(map(is_, group.values(), known[0])):
+            return False
         for param in group["params"]:
             if param.grad is None:
                 continue
             rows = deferred.get(id(param))
-            prepared = None if rows is None else rows.prepare_replay(settings, param)
+            if rows is None:
+                last_steps.append((param, None, 0))  # a dense gradient, or the core declines
+                continue
+            prepared = rows.prepare_replay(settings, param)
             if prepared is None:
                 return False
             last_steps.append(prepared[0])

@@ -302,9 +302,18 @@ class Tracking:
 
     def _catch_up_ids(self, weight: Tensor, ids: Any) -> None:
         optimizer = self.optimizer
-        inside = None if optimizer is None else valid_rows(ids, weight)
+        if optimizer is None:
+            return
+        param = _param_aliased_by(optimizer, weight)
+        deferred = optimizer.deferred.get(id(param))
+        if deferred is None or not deferred.has_deferred:
+            return
+        if deferred.are_most(ids):
+            optimizer.catch_up_rows(param, None)
+            return
+        inside = valid_rows(ids, weight)
         if inside is not None:  # else the module raises: an id is invalid
-            optimizer.catch_up_rows(_param_aliased_by(optimizer, weight), inside)
+            optimizer.catch_up_rows(param, inside)
 
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
         if self.optimizer is None:

@@ -25,6 +25,7 @@ from sparsestep.nn.lookup import (
     first_derivative,
     grad_of_ids,
     look_up,
+    look_up_checked,
     row_lookup,
 )
 
@@ -256,13 +257,40 @@ def embedding_l2(
         counts = ids != module.padding_idx
         ids = ids[counts]
         weights = None if weights is None else weights.reshape(-1)[counts]
-    unique, inverse = ids.unique(return_inverse=True)
+    if weights is None:
+        unique, factors = ids.unique(), None
+    else:
+        unique, inverse = ids.unique(return_inverse=True)
+        factors = weight.new_zeros(len(unique), dtype=weight.dtype.to_real())
+        factors = factors.index_add(0, inverse, weights.reshape(-1).to(factors))
+    if factors is None and weight.is_leaf and not uses_torch_ops([weight]):
+        materialize_for_ddp([weight])
+        penalty: Tensor = _L2.apply(weight, unique, module)
+        return penalty
     rows = embed([row_lookup(module, unique)])[0]
     squares = (torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows).square()
-    if weights is None:
-        return squares.sum()
-    factors = squares.new_zeros(len(unique)).index_add(0, inverse, weights.reshape(-1).to(squares))
-    return squares.sum(1) @ factors
+    return squares.sum() if factors is None else squares.sum(1) @ factors
+
+
+class _L2(torch.autograd.Function):
+    """The sum of the squares of distinct rows; the gradient is twice these rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, table: Any) -> Tensor:
+        rows = look_up_checked([row_lookup(table, ids)])[0].output
+        ctx.shape = weight.shape
+        ctx.save_for_backward(ids, rows)
+        return (torch.view_as_real(rows) if rows.is_complex() else rows).square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return first_derivative(_l2_backward, ctx, grad)
+
+
+def _l2_backward(ctx: Any, grad: Tensor) -> Any:
+    ids, rows = ctx.saved_tensors
+    part = grad_of_ids(ctx.shape, ids.long(), rows * (2 * grad))
+    return CompactGrad.of([part], ctx.shape, rows), None, None
 
 
 def _check_weight(weight: Any, name: str, who: str = "embedding_dot") -> None:

@@ -420,12 +420,18 @@ class RuleOptimizer(_Base):
                 # A rank that stops in the middle of an exchange keeps the others waiting.
                 uninterrupted(lambda: self._step_together(sources))
             else:
-                groups, addresses = self.param_groups, self.store.addresses
-                if cached_plan is None or not (
-                    replay_dense_step(groups, cached_plan, self.state, addresses, self.deferred)
-                    if is_dense
-                    else replay_step(groups, cached_plan, self.state, addresses)
-                ):
+                groups, state, addresses = self.param_groups, self.state, self.store.addresses
+                plan, done = cached_plan, False
+                while plan is not None and not done:
+                    if is_dense:
+                        done = replay_dense_step(groups, plan, state, addresses, self.deferred)
+                    else:
+                        done = replay_step(groups, plan, state, addresses)
+                    if not done:
+                        updated = self.groups.updated_plan(self, plan)
+                        plan = None if updated is plan else updated
+                        self._cached_plan = plan or self._cached_plan
+                if not done:
                     self._plan_step()
             if mapped_files:
                 written(self.params())
@@ -580,7 +586,7 @@ class RuleOptimizer(_Base):
         deferred.check(*real)
         deferred.warn_if_modified(memory)
         if rows is None:
-            uninterrupted(partial(deferred.catch_up_all, *real, engine=self.engine))
+            deferred.catch_up_all(*real, engine=self.engine)
             return
         rows = deferred.movable(rows.to(param.device))
         deferred.catch_up(*real, rows, engine=self.engine)

@@ -6,6 +6,7 @@ has changed, and the settings of the last step are used again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.engines.base import GroupSettings
-from sparsestep.engines.native import CachedPlan
+from sparsestep.engines.native import CachedPlan, native_group
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.optim.state import packs_by
@@ -91,6 +92,31 @@ class ParamGroups:
             plan.cached_groups.append((values, group, masked))
             plan.settings.append(settings)
         return plan
+
+    def updated_plan(self, optimizer: RuleOptimizer, plan: CachedPlan) -> CachedPlan | None:
+        """The plan under the present learning rates; ``None`` if any other option has changed.
+
+        A scheduler sets them, often before every step.
+        """
+        groups = optimizer.param_groups
+        if plan.traced or len(groups) != len(plan.cached_groups):
+            return None
+        updated = CachedPlan(list(plan.cached_groups), list(plan.settings), [], [])
+        for index, (group, known) in enumerate(zip(groups, plan.cached_groups, strict=True)):
+            values = tuple(group.values())
+            same = [*map(is_, values, known[0])]
+            if len(values) == len(known[0]) and all(same):
+                continue
+            settings = _with_lr(optimizer, group, plan.settings[index])
+            core = None if settings is None else native_group(settings)
+            others = (each for each, key in zip(same, group, strict=False) if key != "lr")
+            if settings is None or len(values) != len(known[0]) or not all(others):
+                return None
+            self._settings[index] = values, settings
+            updated.cached_groups[index] = values, core, known[2]
+            updated.settings[index] = settings
+        is_same = all(map(is_, updated.settings, plan.settings))
+        return plan if is_same else updated
 
     @staticmethod
     def read(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> GroupSettings:
@@ -178,6 +204,22 @@ def _read_settings(
         seed = settings.seed if settings.stochastic_rounding else None
         settings.vectors = replace(settings, rule=optimizer.rule_for(group), seed=seed, core={})
     return settings
+
+
+def _with_lr(
+    optimizer: RuleOptimizer, group: ParamGroup, settings: GroupSettings
+) -> GroupSettings | None:
+    """Settings under the group's present learning rate; ``None`` if they must be read again."""
+    lr, decay = group.get("lr"), group.get("weight_decay", 0.0)
+    others = settings.elementwise, settings.vectors, settings.rule.traceable_update
+    is_plain = type(lr) is float and 0.0 <= lr < math.inf and isinstance(decay, float | int)
+    if not is_plain or any(each is not None for each in others) or optimizer.formula_options:
+        return None
+    left = 1.0 if settings.coupled_decay else 1 - lr * decay
+    if settings.wants_torch_kernel or not left > 0:
+        return None
+    hyperparams = {**settings.hyperparams, "lr": lr}
+    return replace(settings, hyperparams=hyperparams, decay_factor=left, core={})
 
 
 def _select(before: masks.MaskSelection | None, param: Tensor, mask: Tensor) -> masks.MaskSelection:
