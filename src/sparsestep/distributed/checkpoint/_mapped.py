@@ -48,6 +48,7 @@ class MappedSave:
         self._folder = folder_of(folder, peers.rank, peers.world_size)
         is_alike = len(earlier.manifests) == peers.world_size
         self._before = earlier.manifests[peers.rank] if is_alike else None
+        self._left = [] if is_alike else earlier.folders[peers.rank :: peers.world_size]
         self._note = do_nothing
         self.manifest: Manifest | None = None
 
@@ -64,6 +65,9 @@ class MappedSave:
         self._note()
         if self._folder.exists():
             journal.remove_others(self._folder, self.manifest)
+        for folder in self._left:  # of another number of ranks
+            if folder.exists():
+                journal.remove_others(folder, None)
 
     def discard(self) -> None:
         if self._folder.exists():
