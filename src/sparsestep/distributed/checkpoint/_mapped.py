@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparsestep._torch import local_slices
 from sparsestep.distributed._handshake import Peers
+from sparsestep.distributed.checkpoint._manifest import NAME, damaged
 from sparsestep.errors import memory_errors
 from sparsestep.memory import formats
 from sparsestep.memory.mapped_file import postponed_clearing
@@ -88,9 +89,12 @@ class MappedCheckpoint:
     """The tables in files of a checkpoint."""
 
     def __init__(self, folder: Path, found: Any) -> None:
-        self.manifests: list[Manifest | None] = [
-            None if each is None else formats.read(Manifest, each) for each in found or ()
-        ]
+        self.manifests: list[Manifest | None] = []
+        try:
+            for each in found or ():
+                self.manifests.append(None if each is None else formats.read(Manifest, each))
+        except (TypeError, ValueError) as error:
+            raise damaged(folder / NAME, str(error)) from None
         world_size = len(self.manifests)
         self.folders: list[Path] = [folder_of(folder, n, world_size) for n in range(world_size)]
 
