@@ -26,6 +26,7 @@ from sparsestep.storage import journal
 from sparsestep.storage.checkpoint import MappedState, Replacements, stage, write
 from sparsestep.storage.journal import Manifest
 
+MAPPED = "mapped"  # in what ``sparsestep.json`` says about tensors
 _NO_REST: dict[str, Any] = {
     "model": {},
     "optimizer": {"state": {}, "param_groups": []},
@@ -88,12 +89,12 @@ class Place(NamedTuple):
 class MappedCheckpoint:
     """The tables in files of a checkpoint."""
 
-    def __init__(self, folder: Path, found: Any) -> None:
+    def __init__(self, folder: Path, about: Any) -> None:
         self.manifests: list[Manifest | None] = []
         try:
-            for each in found or ():
+            for each in about.get(MAPPED) or ():
                 self.manifests.append(None if each is None else formats.read(Manifest, each))
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise damaged(folder / NAME, str(error)) from None
         world_size = len(self.manifests)
         self.folders: list[Path] = [folder_of(folder, n, world_size) for n in range(world_size)]
