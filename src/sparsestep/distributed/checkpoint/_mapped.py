@@ -7,7 +7,7 @@ ranks or for none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,15 +65,13 @@ class MappedSave:
     def finish(self) -> None:
         """The checkpoint is complete: the next one needs the rows that change from now on."""
         self._note()
-        if self._folder.exists():
+        with suppress(Exception):  # they only take space
             journal.remove_others(self._folder, self.manifest)
-        for folder in self._left:  # of another number of ranks
-            if folder.exists():
+            for folder in self._left:  # of another number of ranks
                 journal.remove_others(folder, None)
 
     def discard(self) -> None:
-        if self._folder.exists():
-            journal.remove_others(self._folder, self._before)
+        journal.remove_others(self._folder, self._before)
 
 
 class Place(NamedTuple):
