@@ -151,18 +151,23 @@ def test_functional_forms_take_them_too():
 
 def test_packed_state_or_options_that_cannot_be_read_are_refused():
     """State gets another shape in ``state_dict()`` and in a step without a mask."""
-    param = torch.nn.Parameter(torch.ones(9, 7))
-    opt = sparsestep.Adagrad([param], mask=MASK, initial_accumulator_value=0.5)
-    group, param.grad = opt.param_groups[0], torch.ones(9, 7)
-    opt.step()
-    for value in ("x", torch.ones(2)):
-        group["initial_accumulator_value"] = value
-        with pytest.raises(sparsestep.InputError, match="initial_accumulator_value"):
-            opt.state_dict()
-    del group["initial_accumulator_value"]
-    with pytest.raises(sparsestep.InputError, match="initial_accumulator_value"):
-        opt.state_dict()
-    group.update(mask=None, initial_accumulator_value=0.5)
-    opt.state[param]["sum"] = Unusable(opt.state[param]["sum"])
-    with pytest.raises(sparsestep.InputError, match="memory"):
+    for cls, name, value in (
+        (sparsestep.Adagrad, "initial_accumulator_value", 0.5),
+        (sparsestep.SGD, "momentum", 0.9),
+    ):
+        param = torch.nn.Parameter(torch.ones(9, 7))
+        opt: Any = cls([param], mask=MASK, **{name: value})
+        group, param.grad = opt.param_groups[0], torch.ones(9, 7)
         opt.step()
+        for wrong in ("x", torch.ones(2)):
+            group[name] = wrong
+            with pytest.raises(sparsestep.InputError, match=name):
+                opt.state_dict()
+        del group[name]
+        with pytest.raises(sparsestep.InputError, match=name):
+            opt.state_dict()
+        group.update({"mask": None, name: value})
+        (state,) = (key for key in opt.state[param] if key != "step")
+        opt.state[param][state] = Unusable(opt.state[param][state])
+        with pytest.raises(sparsestep.InputError, match="memory"):
+            opt.step()

@@ -13,4 +13,5 @@ class SLCWATrainingLoop:
         num_epochs: int,
         batch_size: int,
         use_tqdm: bool,
+        continue_training: bool = ...,
     ) -> list[float] | None: ...
