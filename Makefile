@@ -29,11 +29,12 @@ test: $(READY) $(LIMIT) ## the tests; ALL=1 with every instruction set and the s
 messages: $(READY) ## accept what refusals say now, in tests/messages.txt
 	$(BIN)/python -W ignore -m tests.messages
 
-lint: $(READY) ## what CI checks: ruff, clang-format, mypy, import-linter
+lint: $(READY) ## what CI checks: ruff, clang-format, mypy, pyright over the examples, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/mypy
+	$(if $(shell command -v node),PYTHONPATH=src $(BIN)/python -m pyright --pythonpath $(BIN)/python)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tests.mutants.run --check
 

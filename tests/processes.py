@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -105,6 +106,7 @@ class _Process:
 
 def _serve(keys: list[Any], work: Callable[[Any], Any], mailbox: Connection, log: int) -> None:
     try:
+        gc.freeze()  # what there is stays
         os.setsid()
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -38,6 +38,7 @@ from sparsestep import errors
 
 HAS_GLOO = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 _TIMEOUT = 120.0  # seconds, of process groups
+_PRELOADED = ("tests.distributed.runs", "torch.distributed.checkpoint", "torch.distributed.fsdp")
 _context = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
 sparsestep.SGD([torch.zeros(1)])  # torch imports its compiler now, not on every rank
 
@@ -226,7 +227,7 @@ def _start_server() -> None:
         for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if loopback else ():
             patch.setenv(name, loopback[0])
         if sys.platform != "win32":
-            _context.set_forkserver_preload([__name__])
+            _context.set_forkserver_preload([__name__, *_PRELOADED])
             forkserver.ensure_running()
 
 
@@ -252,6 +253,7 @@ def _serve(tasks: Connection, folder: Path, rank: int, world: int, timeout: floa
         world_size=world,
         timeout=timedelta(seconds=timeout),
     )
+    gc.freeze()  # modules: each task ends with a collection, which need not go through them
     with contextlib.suppress(EOFError, OSError):  # pytest's process has closed the pipe
         while True:
             tasks.send(_reply(tasks.recv(), rank, world))

@@ -20,6 +20,7 @@ SCRIPTS = ROOT / "tests" / "typing"
 SOURCES = Path(sparsestep.__file__).parents[1]
 
 pytestmark = [
+    pytest.mark.slow,  # `make lint` runs mypy, and pyright over the examples
     pytest.mark.skipif(
         importlib.util.find_spec("pyright") is None, reason="pyright is not installed"
     ),
@@ -61,7 +62,6 @@ def test_the_examples_and_a_users_script_have_no_errors():
     ] == []
 
 
-@pytest.mark.slow
 def test_mistakes_are_found(tmp_path: Path):
     lines = (SCRIPTS / "wrong_script.py").read_text().splitlines()
     wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
@@ -72,7 +72,6 @@ def test_mistakes_are_found(tmp_path: Path):
     assert {found["range"]["start"]["line"] + 1 for found in report["generalDiagnostics"]} == wrong
 
 
-@pytest.mark.slow  # mypy is strict about the sources
 def test_every_public_symbol_has_a_type(tmp_path: Path):
     report = pyright(tmp_path, "--verifytypes", "sparsestep", "--ignoreexternal")
     found = report["typeCompleteness"]

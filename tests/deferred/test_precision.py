@@ -24,7 +24,7 @@ from tests.deferred.runs import (
     on_both_engines,
     standard,
 )
-from tests.table import INSTRUCTION_SETS, Variant, running_on
+from tests.table import EVERYTHING, INSTRUCTION_SETS, Variant, running_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,10 +64,7 @@ def test_a_long_run_is_nearer_to_the_exact_one_than_torchs():
         assert our < 0.5 * their
 
 
-OTHERS = [v for v in VARIANTS if v.cls is not sparsestep.AdamW or "amsgrad" in v.options]
-
-
-@pytest.mark.parametrize("variant", OTHERS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS if EVERYTHING else KINDS, ids=str)
 def test_float32_is_nearer_to_the_exact_run_than_dense_steps_are(variant: Variant):
     run = Run(300, (300, 4), peak=0.01, most=12, tail=4.0)
     exact, theirs = dense_run(variant, run), dense_run(variant, run, torch.float32)

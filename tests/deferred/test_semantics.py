@@ -1,12 +1,13 @@
 """``semantics="dense"``: an entry without a gradient is one whose gradient is zero.
 
-``tests/properties/test_deferred.py`` has the same for gradients of every layout and shape.
+``tests/properties/test_step.py`` has the same for gradients of every layout and shape.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from tests.deferred.runs import (
     standard,
 )
 from tests.elsewhere import DEVICE, Elsewhere, elsewhere
-from tests.table import ENGINES, WITH_DENSE, Variant, running_on, same_bits
+from tests.table import ENGINES, EVERYTHING, WITH_DENSE, Variant, running_on, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = KINDS[0]
@@ -51,8 +52,14 @@ def test_every_optimizer_is_covered():
     assert all(variant.rule.idle_update is not None for variant in VARIANTS)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *DERIVED], ids=str)
-@pytest.mark.parametrize("more", [{}, *CONSTRAINTS], ids=str)
+CONSTRAINED = [*VARIANTS, *DERIVED] if EVERYTHING else KINDS
+
+
+@pytest.mark.parametrize(
+    ("variant", "more"),
+    [*product([*VARIANTS, *DERIVED], [{}]), *product(CONSTRAINED, CONSTRAINTS)],
+    ids=str,
+)
 def test_it_is_the_dense_run(variant: Variant, more: dict[str, Any]):
     """With a constraint, of every row after every step."""
     run = standard(30 if more else 60)

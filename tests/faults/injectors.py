@@ -67,18 +67,19 @@ class Lines(Injector):
                 if _is_interruptible(frame.f_code, frame.f_lineno, frame.f_lasti):
                     seen += 1
                     if seen - 1 == nth:
-                        sys.settrace(None)
+                        sys.settrace(before)
                         self.fault()
             elif event == "call":
                 file = frame.f_code.co_filename
                 return trace if file != __file__ and file.startswith(self._folder) else None
             return trace
 
+        before = sys.gettrace()  # that of coverage
         sys.settrace(trace)
         try:
             run()
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
         return seen
 
 

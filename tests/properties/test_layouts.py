@@ -19,7 +19,6 @@ from tests.table import (
     DTYPES,
     PLAIN,
     Variant,
-    each_engine,
     on_each_engine,
     randn,
     running_on,
@@ -94,27 +93,3 @@ def test_large_gradients_in_every_layout(variant: Variant):
         for layout, (grad, mask) in stored.items():
             run = by_hand(variant, "native", randn(shape)).take(grad, mask)
             assert run.same_as(first), layout
-
-
-@each_of_a_few
-@each_engine
-def test_random_rounding_in_every_layout(variant: Variant, engine: str):
-    """The random bits belong to the element, not to the place where its gradient is stored."""
-    dtype = torch.bfloat16
-    entries = Entries.random((6, 8), (2, 2), 0.5, seed=0)
-    start, options = randn((6, 8)).to(dtype), {"stochastic_rounding": True, "state_dtype": dtype}
-    torch.manual_seed(5)
-    with running_on(engine) as name:
-        first = by_hand(variant, name, start, **options).take(entries.coo(dtype))
-        for layout, (grad, mask) in entries.stored(
-            dtype, by_row=variant.rule.needs_whole_rows
-        ).items():
-            run = by_hand(variant, name, start, **options).take(grad, mask)
-            if name == "native":
-                assert run.same_as(first), layout
-            else:  # torch's square root depends on where in a tensor a number stands
-                assert all(map(close, run.tensors, first.tensors)), layout
-
-
-def close(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.allclose(ours, theirs, rtol=1e-2, atol=1e-7)
