@@ -17,6 +17,7 @@ from sparsestep.errors import InputError, memory_errors, message, usable
 from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files, written
 from sparsestep.nn import id_table as saving
+from sparsestep.nn.graph import can_be_traced, rows_in_graph
 from sparsestep.nn.grow import (
     AnyOptimizer,
     Init,
@@ -29,7 +30,7 @@ from sparsestep.nn.grow import (
     weight_of,
 )
 from sparsestep.nn.id_table import Evict, IdTable, IdTableSnapshot, Options
-from sparsestep.nn.interop import excluded_from_compile
+from sparsestep.nn.interop import replaced_in_graphs
 from sparsestep.optim.optimizer import RuleOptimizer
 
 
@@ -152,7 +153,7 @@ class Vocabulary(nn.Module):
         tensor([3, 0])
     """
 
-    _not_copied: ClassVar = ("id_table", "lock", "attached", "_progress", "taken_over")
+    _not_copied: ClassVar = ("id_table", "lock", "attached", "_progress", "taken_over", "graph_key")
 
     def __init__(self, rows: int, *, admit: int = 1, evict: Evict = None, shared: int = 1) -> None:
         _check_number("rows", rows, 1, _MOST_ROWS)
@@ -175,6 +176,7 @@ class Vocabulary(nn.Module):
         self.attached: list[Attached] = []
         self._progress: list[Any] = []
         self.taken_over: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.graph_key: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -262,7 +264,7 @@ class Vocabulary(nn.Module):
 
     # Lookups
 
-    @excluded_from_compile
+    @replaced_in_graphs
     def forward(self, ids: Tensor) -> Tensor:
         """The row of each id.
 
@@ -284,6 +286,14 @@ class Vocabulary(nn.Module):
         with memory_errors():
             flat = flat_ids(ids)
         return self.assign_rows(flat, like=ids)
+
+    def fits_graph(self, ids: Tensor) -> bool:
+        """Whether a graph of torch.compile can have this lookup."""
+        return can_be_traced() and isinstance(ids, Tensor) and not ids.is_nested
+
+    def forward_in_graph(self, ids: Tensor) -> Tensor:
+        """Look up as an operation of a graph."""
+        return rows_in_graph(self, ids)
 
     def assign_rows(
         self, ids: Tensor, agree: Agree | None = None, like: Tensor | None = None
