@@ -201,7 +201,8 @@ def test_other_shapes_layouts_and_parameters_that_share_a_group():
     transposed = torch.nn.Parameter(torch.ones(4, 6).t())
     imaginary = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
     number, vector = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Parameter(torch.ones(5))
-    params = [transposed, imaginary, number, vector]
+    empty = torch.nn.Parameter(torch.ones(0, 3))
+    params = [transposed, imaginary, number, vector, empty]
     opt = sparsestep.Adagrad(params, lr=0.1, initial_accumulator_value=0.5)
     for param in params:
         param.grad = torch.ones_like(param)
@@ -212,7 +213,7 @@ def test_other_shapes_layouts_and_parameters_that_share_a_group():
         opt.set_mask(param, mask)
         begun = 0.5 * (1 + 1j) if param.is_complex() else 0.5
         assert torch.equal(state_of(opt, param)["sum"], states[param].masked_fill(~mask, begun))
-    assert len(opt.param_groups[0]["mask"]) == 4
+    assert len(opt.param_groups[0]["mask"]) == 5
     for param in params:
         opt.set_mask(param, None)
     assert "mask" not in opt.param_groups[0]

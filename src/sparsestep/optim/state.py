@@ -125,7 +125,7 @@ def relayout(
         pages.full(shape, fill_value(tensor.dtype, value), tensor.dtype, tensor.device)
         for tensor, value in zip(tensors, values, strict=True)
     ]
-    if ext is not None and all(tensor.is_cpu for tensor in tensors):
+    if ext is not None and numel and all(tensor.is_cpu for tensor in tensors):
         pairs = [(t, m, t.element_size()) for t, m in zip(tensors, made, strict=True)]
         ext.repack(old, new, numel, pairs, torch.get_num_threads())
         return made
