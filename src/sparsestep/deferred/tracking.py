@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,24 +87,30 @@ def _catch_up_read_in_graphs(optimizer: Any, *_: Any) -> None:
                 optimizer.catch_up_rows(param, None)
 
 
-def predecessor_of(optimizer_class: type, params: Any) -> Any:
-    """The optimizer that a new one with these parameters replaces, or ``None``.
+def recreated_from(optimizer_class: type, params: Any, given: Mapping[str, Any]) -> Any:
+    """The tracked optimizer that a constructor call creates again, or ``None``.
 
-    Some frameworks create the optimizer again before the first step, from the options of a param
-    group. Then the new one has to have the same semantics, and to track the model.
+    Some frameworks do so before the first step: ``type(optimizer)(params, **options)``, with all
+    options of a param group, or with ``optimizer.defaults``. A call by hand leaves options out, has
+    values of its own, or sets ``semantics``, and gets what it asks for.
     """
     if not _handles or not isinstance(params, list) or not all(map(torch.is_tensor, params)):
         return None
     for each in (each for param in params for each in _tracking_of(param)):
         other = each.optimizer
-        has_stepped = other.iterations or other.updates
-        if type(other) is optimizer_class and not has_stepped:
-            if {*map(id, other.params())} == {*map(id, params)}:
-                return other
+        group = other.param_groups[0]
+        if (
+            type(other) is optimizer_class
+            and not (other.iterations or other.updates)
+            and {*map(id, other.params())} == {*map(id, params)}
+            and all(given.get(name, other) is group.get(name) for name in other.option_names)
+            and given.get("semantics", other.semantics) == other.semantics
+        ):
+            return other
     return None
 
 
-def replace_tracked(old: Any, new: Any) -> None:
+def move_tracking(old: Any, new: Any) -> None:
     """Let an optimizer track the models of another instead of that."""
     for handle in {each for param in new.params() for each in _tracking_of(param)}:
         if handle.optimizer is old:

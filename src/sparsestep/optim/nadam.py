@@ -32,24 +32,22 @@ def momentum(step: int, beta1: float, momentum_decay: float) -> float:
     return beta1 * (1 - 0.5 * math.pow(0.96, step * momentum_decay))
 
 
-def momentum_product(
-    step: int, beta1: float, momentum_decay: float, dtype: torch.dtype = torch.float32
-) -> float:
+def momentum_product(step: int, beta1: float, momentum_decay: float) -> float:
     """The product of the momentum of all steps so far; 0 if it no longer matters.
 
-    Torch has it in a float32 tensor, so it is rounded after each step.
+    It is rounded to float32 after each step, as in torch under its default dtype.
     """
-    known = _known_products(beta1, momentum_decay, dtype)
+    known = _known_products(beta1, momentum_decay)
     for i in range(len(known), step + 1):
         if known[i - 1] < _NEGLIGIBLE:
             return 0.0
-        product = torch.tensor(known[i - 1], dtype=dtype, device="cpu")
+        product = torch.tensor(known[i - 1], dtype=torch.float32, device="cpu")
         known[i] = (product * momentum(i, beta1, momentum_decay)).item()
     return known[step]
 
 
 @lru_cache(maxsize=64)
-def _known_products(beta1: float, momentum_decay: float, dtype: torch.dtype) -> dict[int, float]:
+def _known_products(beta1: float, momentum_decay: float) -> dict[int, float]:
     return {0: 1.0}
 
 
@@ -96,7 +94,8 @@ _IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, siz
 def _torch_product(group: Mapping[str, Any], step: Tensor) -> Tensor:
     """Return torch's ``mu_product``."""
     beta1, momentum_decay = as_float(group["betas"][0]), as_float(group["momentum_decay"])
-    return torch.full_like(step, momentum_product(int(step), beta1, momentum_decay, step.dtype))
+    product = momentum_product(int(step), beta1, momentum_decay)
+    return torch.full_like(step, product, dtype=torch.float32)
 
 
 RULE = Rule("nadam", update, adam.MOMENTS, has_native_kernel=True, idle_update=_IDLE)

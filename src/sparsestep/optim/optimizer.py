@@ -30,12 +30,7 @@ from sparsestep._torch import (
     profiler_range,
 )
 from sparsestep.deferred.rows import DeferredRows, as_real_rows, replay_dense_step
-from sparsestep.deferred.tracking import (
-    Tracking,
-    predecessor_of,
-    replace_tracked,
-    warn_if_tracked_elsewhere,
-)
+from sparsestep.deferred.tracking import Tracking, warn_if_tracked_elsewhere
 from sparsestep.engines.base import GroupSettings, finish
 from sparsestep.engines.native import CachedPlan, replay_step
 from sparsestep.engines.torch_fused import DenseBatch
@@ -173,10 +168,6 @@ class RuleOptimizer(_Base):
             _uncompiled_init(self, params, defaults, engine=engine, semantics=semantics, **extras)
             return
         self._init_members()
-        params = params if isinstance(params, Tensor) else list(params)
-        replaced = predecessor_of(type(self), params) if semantics == "masked" else None
-        if replaced is not None:
-            engine, semantics = replaced.engine, replaced.semantics
         self.engine = engine
         self.semantics = semantics
         unknown = sorted(extras.keys() - set(self.group_options))
@@ -196,8 +187,6 @@ class RuleOptimizer(_Base):
         self._complete_on_demand()
         if self.has_initial_state:
             self.materialize_state()
-        if replaced is not None:
-            replace_tracked(replaced, self)
 
     def _optimizer_options(self) -> dict[str, Any]:
         """Return the options of the optimizer, not of its groups, that are not the defaults."""
@@ -621,6 +610,10 @@ class RuleOptimizer(_Base):
         ids that a call reads (``sparsestep.nn.EmbeddingBagCollection`` has one). Any other module
         that holds a table catches up all rows. Everything is current after ``eval()``, and in the
         model's ``state_dict()``, pickles and copies.
+
+        Some frameworks create the optimizer again before the first step, with all options of a
+        param group: ``type(optimizer)(params, **options)``. The new one has the same semantics, and
+        tracks the model instead, unless you pass ``semantics`` yourself.
 
         Args:
             model: a model with parameters of this optimizer, which needs ``semantics="dense"``.
@@ -1188,9 +1181,10 @@ class RuleOptimizer(_Base):
         """Load a checkpoint of this class or of torch's class with the same state.
 
         The state keeps its own precision (torch would cast it to the parameter's), and is copied.
-        Options that the checkpoint does not know keep the values that they have. A checkpoint that
-        does not fit is refused, and nothing is changed. Under ``semantics="dense"`` rows are
-        brought up to date first, for the parameters themselves are no part of the checkpoint.
+        Options that the checkpoint does not know keep the values that they have. State of elements
+        that a mask excludes is not loaded if the state is packed. A checkpoint that does not fit is
+        refused, and nothing is changed. Under ``semantics="dense"`` rows are brought up to date
+        first, for the parameters themselves are no part of the checkpoint.
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):

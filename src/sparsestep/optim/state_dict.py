@@ -201,11 +201,12 @@ def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any]
     if param not in optimizer.store.layouts:
         found: dict[str, Any] | None = optimizer.state.get(param)
         return found
+    group = optimizer.group_of(param)
+    optimizer.check_group(group)
     rule, param_state, packed = optimizer.stored_state(param)
     if not param_state or packed is None:
         return param_state
     tensors = [param_state[name] for name in rule.state_names]
-    group = optimizer.group_of(param)
     values = [states.initial_value(spec, group) for spec in rule.state]
     dense = states.relayout(tensors, values, packed.shape, packed, None)
     return {**param_state, **dict(zip(rule.state_names, dense, strict=True))}

@@ -436,7 +436,8 @@ def derive_idle_update(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleU
         ('GeometricDrift', 'mean', {'mean': 0.75}, (2.0, 1.0))
     """
     # With lr=0 nothing moves, so analyze lr=1. The first step may differ, so analyze a later one.
-    typical = {**hyperparams, "lr": 1.0} if hyperparams.get("lr") == 0 else hyperparams
+    stands_still = isinstance(hyperparams.get("lr"), int | float) and not hyperparams["lr"]
+    typical = {**hyperparams, "lr": 1.0} if stands_still else hyperparams
     later = max(step, 2)
     try:
         like = _analyze(rule, later, typical)

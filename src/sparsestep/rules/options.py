@@ -149,7 +149,7 @@ def as_pair(value: Any) -> tuple[Any, Any] | None:
         return None
     try:
         return (value[0], value[1]) if len(value) == 2 else None
-    except (IndexError, TypeError):  # a tensor without dims
+    except (IndexError, TypeError, NotImplementedError):  # no dims, or no access to elements
         return None
 
 
