@@ -87,7 +87,7 @@ def _catch_up_read_in_graphs(optimizer: Any, *_: Any) -> None:
                 optimizer.catch_up_rows(param, None)
 
 
-def recreated_from(optimizer_class: type, params: Any, given: Mapping[str, Any]) -> Any:
+def recreated_from(optimizer_class: Any, params: Any, given: Mapping[str, Any]) -> Any:
     """The tracked optimizer that a constructor call creates again, or ``None``.
 
     Some frameworks do so before the first step: ``type(optimizer)(params, **options)``, with all
@@ -98,14 +98,14 @@ def recreated_from(optimizer_class: type, params: Any, given: Mapping[str, Any])
         return None
     for each in (each for param in params for each in _tracking_of(param)):
         other = each.optimizer
+        has_stepped = other.iterations or other.updates
+        if type(other) is not optimizer_class or has_stepped:
+            continue
+        if {*map(id, other.params())} != {*map(id, params)}:
+            continue
         group = other.param_groups[0]
-        if (
-            type(other) is optimizer_class
-            and not (other.iterations or other.updates)
-            and {*map(id, other.params())} == {*map(id, params)}
-            and all(given.get(name, other) is group.get(name) for name in other.option_names)
-            and given.get("semantics", other.semantics) == other.semantics
-        ):
+        has_all = all(given.get(name, other) is group.get(name) for name in other.option_names)
+        if has_all and given.get("semantics", other.semantics) == other.semantics:
             return other
     return None
 
@@ -358,14 +358,14 @@ def _param_aliased_by(optimizer: Any, weight: Tensor) -> Tensor:
 def _trackable_params(model: nn.Module) -> Iterator[Tensor]:
     """Parameters that may be read row by row.
 
-    Those of embeddings, and those that a module of the user's own holds: torch's other layers read
-    theirs as a whole, and their gradients are dense.
+    They belong to embeddings, or to modules of the user's own. Torch's other layers read their
+    parameters as a whole, and have dense gradients.
     """
     for module in model.modules():
         by_rows = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if by_rows or not type(module).__module__.startswith("torch.nn."):
             yield from (param for param in own_parameters(module).values() if param is not None)
-        elif hasattr(module, "parametrizations"):  # what the weight is computed from
+        elif hasattr(module, "parametrizations"):  # the weight is computed from others
             yield from module.parameters()
 
 
@@ -550,7 +550,7 @@ class GuardedParameter(_GuardedMixin, nn.Parameter):
             return rebuild_parameter, (plain, self.requires_grad, OrderedDict())
 
 
-def readable(table: Tensor, ids: Any) -> Tensor:
+def catch_up_guarded(table: Tensor, ids: Any) -> Tensor:
     """Return a table for code that reads the rows ``ids`` without torch's functions.
 
     Deferred rows of a guarded table catch up first. The result is a plain tensor, so that a guard

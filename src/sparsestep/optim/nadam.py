@@ -17,9 +17,9 @@ from typing_extensions import Unpack
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import adam
-from sparsestep.optim._docs import document_args, passes_options
+from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
+from sparsestep.optim.optimizer import RuleOptimizer, kernel_of
 from sparsestep.rules.idle import AdamDrift
 from sparsestep.rules.options import Betas, SharedOptions, as_float
 from sparsestep.rules.rule import Rule
@@ -98,6 +98,7 @@ def _torch_product(group: Mapping[str, Any], step: Tensor) -> Tensor:
     return torch.full_like(step, product, dtype=torch.float32)
 
 
+_torch_kernel = kernel_of(torch_nadam, "exp_avg", "exp_avg_sq", "mu_product")
 RULE = Rule("nadam", update, adam.MOMENTS, has_native_kernel=True, idle_update=_IDLE)
 
 
@@ -164,7 +165,7 @@ class NAdam(RuleOptimizer, Optimizer):
         """Let torch's own kernel do the step of dense gradients."""
         products = [_torch_product(batch.group, step) for step in batch.steps]
         batch = replace(batch, state={**batch.state, "mu_product": products})
-        run_torch_kernel(torch_nadam, batch, "exp_avg", "exp_avg_sq", "mu_product")
+        _torch_kernel(batch)
 
     def state_dict(self, *, packed: bool = False) -> StateDict:
         """Like torch's, with ``mu_product``. All rows are brought up to date first."""

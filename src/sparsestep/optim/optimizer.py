@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -42,7 +42,7 @@ from sparsestep.memory.mapped_file import (
     about_to_write,
     file_of,
     mapped_files,
-    settle,
+    store_in_rows,
     written,
 )
 from sparsestep.memory.tensors import is_distributed, memory_of
@@ -58,7 +58,7 @@ from sparsestep.optim.param_groups import ParamGroup, ParamGroups, options_for_r
 from sparsestep.optim.state_dict import LoadedState, masked_state, read_state_dict
 from sparsestep.optim.step import Step, StepInBackward, reserve_rows
 from sparsestep.rules import options
-from sparsestep.rules._derive_idle import derive_idle_update
+from sparsestep.rules.derived_idle import derive_idle_update
 from sparsestep.rules.int8 import with_int8_state
 from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
@@ -74,35 +74,27 @@ else:
     _Base = object
 
 
-def run_torch_kernel(
-    function: Callable[..., None], batch: DenseBatch, *state: str, tensor_betas: bool = False
-) -> None:
-    """Call a function of ``torch.optim``, such as its ``adam``, on dense gradients.
-
-    It takes parameters, gradients, lists of state (whose names are ``state``), step counts, then
-    options by name; ``tensor_betas`` if betas may be tensors.
-    """
-    names = _argument_names(function)[len(state) + 3 :]
-    chosen = {name: batch.group[name] for name in names if name in batch.group}
-    if "betas" in batch.group:
-        betas = batch.group["betas"]
-        chosen["beta1"], chosen["beta2"] = betas if tensor_betas else options.as_floats(betas)
-    lists = [batch.state.get(name, []) for name in state]
-    function(
-        batch.params, batch.grads, *lists, batch.steps, has_complex=batch.has_complex, **chosen
-    )
-
-
 def kernel_of(
     function: Callable[..., None], *state: str, tensor_betas: bool = False
 ) -> Callable[[DenseBatch], None]:
-    """Return the ``torch_kernel`` of an optimizer class; arguments as for ``run_torch_kernel``."""
-    return lambda batch: run_torch_kernel(function, batch, *state, tensor_betas=tensor_betas)
+    """Return the ``torch_kernel`` that calls a function of ``torch.optim``, such as its ``adam``.
 
+    The function takes parameters, gradients, lists of state (whose names are ``state``), step
+    counts, then options by name; ``tensor_betas`` if betas may be tensors.
+    """
+    names = list(inspect.signature(function).parameters)[len(state) + 3 :]
 
-@lru_cache
-def _argument_names(function: Callable[..., None]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+    def run(batch: DenseBatch) -> None:
+        chosen = {name: batch.group[name] for name in names if name in batch.group}
+        if "betas" in batch.group:
+            betas = batch.group["betas"]
+            chosen["beta1"], chosen["beta2"] = betas if tensor_betas else options.as_floats(betas)
+        lists = [batch.state.get(name, []) for name in state]
+        function(
+            batch.params, batch.grads, *lists, batch.steps, has_complex=batch.has_complex, **chosen
+        )
+
+    return run
 
 
 class RuleOptimizer(_Base):
@@ -196,10 +188,10 @@ class RuleOptimizer(_Base):
         }
 
     def _init_members(self) -> None:
-        """Create what is neither pickled nor copied."""
+        """Create the members that are neither pickled nor copied."""
         self._loading: LoadedState | None = None
-        self.iterations: int = 0  # how often step() or zero_grad() was called
-        self.updates: int = 0  # how often parameters were updated without step()
+        self.iterations: int = 0
+        self.updates: int = 0
         self.groups: ParamGroups = ParamGroups()
         self.deferred: dict[int, DeferredRows] = {}
         self.used_engines: dict[int, tuple[Tensor, str, str]] = {}
@@ -613,7 +605,8 @@ class RuleOptimizer(_Base):
 
         Some frameworks create the optimizer again before the first step, with all options of a
         param group: ``type(optimizer)(params, **options)``. The new one has the same semantics, and
-        tracks the model instead, unless you pass ``semantics`` yourself.
+        tracks the model instead, unless ``semantics`` is passed or the class comes from
+        :func:`sparsestep.rule`.
 
         Args:
             model: a model with parameters of this optimizer, which needs ``semantics="dense"``.
@@ -651,30 +644,26 @@ class RuleOptimizer(_Base):
             >>> list(optimizer.state[weight])
             ['step', 'sum']
         """
-        self._materialize(lambda param: True)
+        self._materialize(include_frozen=True)
 
-    def _materialize(self, is_wanted: Callable[[Tensor], bool]) -> None:
+    def _materialize(self, *, include_frozen: bool) -> None:
         for group in self.param_groups:
             if not self.can_materialize_state(group):
                 continue
             dtype = group.get("state_dtype")
             for param in group["params"]:
                 # The shape of a lazy parameter is not known yet.
-                if self.state.get(param) or is_lazy(param) or not is_wanted(param):
+                if self.state.get(param) or is_lazy(param):
                     continue
-                rule, packed = self.stored_rule_for(group, param), self._packed_mask(group, param)
+                if not (include_frozen or param.requires_grad):
+                    continue
+                rule, mask = self.stored_rule_for(group, param), _mask_of(group, param)
+                packed = states.packed_layout(rule, mask, param, group, self.engine)
                 made = states.new_state(rule, memory_of(param), group, dtype, packed)
                 param_state = states.new_param_state(self, group, rule, param, made)
                 if param_state:
                     self.store.set_layout(param, packed)
                     self.state[param] = param_state
-
-    def _packed_mask(self, group: ParamGroup, param: Tensor) -> masks.PackedMask | None:
-        """Return the layout that new state of a parameter has."""
-        listed = masks.per_param(group.get("mask"), group["params"])
-        found = next(m for m, each in zip(listed, group["params"], strict=True) if each is param)
-        rule = self.stored_rule_for(group, param)
-        return states.packed_layout(rule, found, param, group, self.engine)
 
     def _complete_on_demand(self) -> None:
         """Have torch's checkpoints find state for every parameter."""
@@ -683,7 +672,7 @@ class RuleOptimizer(_Base):
 
     def complete_state(self) -> None:
         """Create missing state of parameters that require a gradient, for a checkpoint."""
-        self._materialize(lambda param: param.requires_grad)
+        self._materialize(include_frozen=False)
         if len(self.state):  # among others, a parameter that needs no state has an empty one
             for param in self.params():
                 self.state[param]
@@ -737,12 +726,8 @@ class RuleOptimizer(_Base):
                 if isinstance(value, Tensor) and file_of(value) is None:  # files are shared anyway
                     value.share_memory_()
 
-    def move_to_huge_pages(self) -> None:
-        """Move parameters and state to huge pages now, which a long training gets in time."""
-        self.store.huge_pages.move_all()
-
     def forget(self, param: Tensor, rows: Tensor) -> None:
-        """Reset the state of rows to what it is before the first step.
+        """Reset the state of rows to its initial value.
 
         This resets moments and sums, and the row's own count (``bias_correction="per_row"``). With
         ``semantics="dense"``, the row catches up first, and then counts as one that never had a
@@ -783,7 +768,7 @@ class RuleOptimizer(_Base):
         is_overwritten: bool = False,
         values: list[float] | None = None,
     ) -> None:
-        """Add the state of rows to what ``writes`` resets; everything that can raise.
+        """Add the reset of the rows' state to ``writes``: everything that can raise.
 
         Rows of the parameter that are overwritten as well need not catch up.
         """
@@ -891,10 +876,8 @@ class RuleOptimizer(_Base):
         defers = self.semantics == "dense"
         masks.check_masks(group.get("mask"), params, defers=defers)
         masks.check_masks([mask], [memory], defers=defers)
-        listed = list(masks.per_param(group.get("mask"), params))
-        places = [index for index, each in enumerate(params) if each is param]
-        old = listed[places[0]]
-        _, _, layout = self.stored_state(param)
+        old = _mask_of(group, param)
+        stored, _, layout = self.stored_state(param)
         if mask is not None and mask is old and layout is None:
             requirement = "the mask must be another tensor than the one in use"
             remedy = "Leave that unchanged, and pass a new one"
@@ -903,7 +886,7 @@ class RuleOptimizer(_Base):
         rule = self.stored_rule_for(group, param)
         packed = states.packed_layout(rule, mask, param, group, self.engine)
         calls: list[Callable[[], object]] = []
-        values = states.initial_values(self.stored_state(param)[0], group, initial)
+        values = states.initial_values(stored, group, initial)
         if layout is not None or packed is not None:
             calls = self._prepare_layout(param, layout, packed, old, mask, values)
         else:
@@ -915,8 +898,8 @@ class RuleOptimizer(_Base):
                 self.prepare_forget(param, is_new.nonzero().squeeze(1), writes, values=values)
             elif changed is not None:
                 self._prepare_reset(param, changed, old, mask, values, writes)
-        for place in places:
-            listed[place] = mask
+        known = zip(params, masks.per_param(group.get("mask"), params), strict=True)
+        listed = [mask if each is param else its_mask for each, its_mask in known]
         if all(each is None for each in listed):
             return [*calls, partial(group.pop, "mask", None)]
         given = listed[0] if len(listed) == 1 else listed
@@ -931,9 +914,9 @@ class RuleOptimizer(_Base):
         new: Tensor | None,
         values: list[float],
     ) -> list[Callable[[], object]]:
-        """Copy state from one layout to another, without what only one of two masks selects.
+        """Copy state from one layout to another; what only one mask selects starts over.
 
-        Entries that only the new one selects get ``values``.
+        What is new starts from ``values``.
         """
         memory = memory_of(param)
         tensors, defaults = self._resettable_state(param)
@@ -967,7 +950,7 @@ class RuleOptimizer(_Base):
         values: list[float],
         writes: RowWrites,
     ) -> None:
-        """Add the state of elements to what ``writes`` resets; everything that can raise.
+        """Add the reset of the elements' state to ``writes``: everything that can raise.
 
         State per row is reset unless the row has an element that both masks keep.
         """
@@ -1009,15 +992,12 @@ class RuleOptimizer(_Base):
             The commit, to be called once the parameter has grown. It cannot fail.
         """
         group = self.group_of(param)
-        if group.get("mask") is not None:
-            listed = masks.per_param(group["mask"], group["params"])
-            pairs = zip(listed, group["params"], strict=True)
-            if any(mask is not None and each is param for mask, each in pairs):
-                requirement = (
-                    "a parameter with a mask cannot grow: the mask does not cover the new rows"
-                )
-                remedy = "Remove it from the param group, and set a larger one afterwards"
-                raise InputError(message(requirement, "a mask", remedy))
+        if _mask_of(group, param) is not None:
+            requirement = (
+                "a parameter with a mask cannot grow: the mask does not cover the new rows"
+            )
+            remedy = "Remove it from the param group, and set a larger one afterwards"
+            raise InputError(message(requirement, "a mask", remedy))
         rule, param_state, _ = self.stored_state(param)
         if param_state and states.is_complete(rule, param_state):
             states.check_state(rule, memory_of(param), param_state)
@@ -1066,7 +1046,7 @@ class RuleOptimizer(_Base):
             >>> table(torch.tensor([1, 2])).sum().backward()
             >>> optimizer.step()
             >>> print(optimizer.explain())
-            parameter  shape       engine     state      rows behind
+            parameter  shape       engine     state      deferred rows
             weight     1,000 x 16  reference  125.0 KiB  0
             weight: you set engine='reference'.
         """
@@ -1188,7 +1168,7 @@ class RuleOptimizer(_Base):
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):
-            read_state_dict(self, given, ())  # says what is wrong with it
+            read_state_dict(self, given, ())  # raises
 
         def look(_: Optimizer, after_hooks: StateDict) -> None:
             names = self.option_names + self.group_options
@@ -1254,7 +1234,7 @@ class RuleOptimizer(_Base):
                 group.setdefault(name, value)
         if mapped_files:
             for _, param_state in loading.state:
-                settle(param_state)
+                store_in_rows(param_state)
         state["state"].update(loading.state)
         state["layouts"] = loading.layouts
 
@@ -1263,6 +1243,12 @@ class RuleOptimizer(_Base):
 _uncompiled_init = disable_compiler(RuleOptimizer.__init__)
 _uncompiled_step = disable_compiler(RuleOptimizer.step)
 _uncompiled_zero_grad = disable_compiler(RuleOptimizer.zero_grad)
+
+
+def _mask_of(group: ParamGroup, param: Tensor) -> Tensor | None:
+    """The mask of a parameter of a group."""
+    pairs = zip(masks.per_param(group.get("mask"), group["params"]), group["params"], strict=True)
+    return next(mask for mask, each in pairs if each is param)
 
 
 def check_model_and_optimizer(who: str, model: Any, optimizer: Any) -> None:
