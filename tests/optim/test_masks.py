@@ -354,6 +354,11 @@ def test_patterns_threads_and_instruction_sets(pattern: str, dtype: torch.dtype)
                 opt.step()
         assert opt.state[param]["exp_avg"].shape == (int(mask.sum()),)
         results.append([param.detach(), *state_tensors(opt)])
+        before, other = state_of(opt, param), mask.roll(7)
+        opt.set_mask(param, other)
+        for key, value in state_of(opt, param).items():
+            if key != "step":
+                assert same_bits(value, torch.where(mask & other, before[key], 0))
     for other in results[1:]:
         assert all(map(same_bits, results[0], other))
     assert same_bits(results[0][0][~mask], start[~mask])
