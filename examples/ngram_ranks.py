@@ -16,13 +16,14 @@ import sys
 import tempfile
 import warnings
 from functools import partial
+from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
 from ngram_memory import BATCH, GPT, ORDERS, WIDTH, batch, load
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import init_device_mesh
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,8 +44,8 @@ def train(
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(os.path.join(folder, "store"), options.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
+    where = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=options.ranks)
     if of_memory is None:
         sparsestep.distributed.shard(nn.ModuleList([memory]), plan="rows")
     layers: nn.Module = GPT()
@@ -89,13 +90,17 @@ def main() -> int:
         of_memory = ROWWISE(memory.parameters())
         of_memory.share_memory()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            train, (options, folder, memory, of_memory), nprocs=options.ranks
-        )
+        given = options, folder, memory, of_memory
+        start = get_context("spawn").Process
+        workers = [start(target=train, args=(rank, *given)) for rank in range(options.ranks)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     if options.table == "shared":
         moved = int(memory.weight.detach().any(dim=1).sum())
         print(f"{moved:,} of {options.rows:,} rows have moved in this process's memory, too")
-    return 0
+    return max(abs(worker.exitcode or 0) for worker in workers)
 
 
 if __name__ == "__main__":
