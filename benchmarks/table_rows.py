@@ -8,6 +8,8 @@ same tokens for all tables. Tables are sparse files (``storage.mapped``), whose 
 they are written: 8,192 rows a batch, each on pages of its own. All batches were seen before the
 first counted turn, so the pages are in memory, as are the rows that a training uses often.
 
+The limit is a plain loop over the same rows: torch copies them into a buffer, and back.
+
 Before that, a table of 1,000 rows is trained in a file, in memory, and by dense steps of the
 formula in torch operations. The first two must have equal bits. Dense steps decay the second moment
 of an idle row one by one, ours by a power, so they differ by rounding.
@@ -62,6 +64,25 @@ class Memory:
         return self.optimizer.metrics()["state_bytes"] / self.table.num_embeddings
 
 
+class Moved:
+    """The limit: the rows that a turn reads and writes, moved by torch."""
+
+    def __init__(self, memory: Memory, sets: Sequence[Tensor]) -> None:
+        self._weight = memory.table.weight.data
+        self._sets = [memory.table.rows(tokens) for tokens in sets]
+        self._rows = self._sets[0]
+        self._buffer = torch.empty(len(self._rows), DIM)
+
+    def before(self, number: int, /) -> None:
+        """Choose the rows."""
+        self._rows = self._sets[number]
+
+    def step(self) -> None:
+        """Read, write."""
+        torch.index_select(self._weight, 0, self._rows, out=self._buffer)
+        self._weight.index_put_((self._rows,), self._buffer)
+
+
 def check_small(folder: Path, sets: Sequence[Tensor]) -> None:
     """Train a table in a file, one in memory, and one by dense steps of the formula in torch."""
     rows, results = 1_000, []
@@ -108,10 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_small(folder, sets)
         sizes = [rows for rows in SIZES if rows <= options.most]
         memories = [Memory(folder, rows, sets, apart=options.apart) for rows in sizes]
-        times = medians(memories, options.rounds)
-        for memory, rows, time in zip(memories, sizes, times, strict=True):
+        moved = [Moved(memory, sets) for memory in memories]
+        found = medians([*memories, *moved], options.rounds)
+        times, limits = found[: len(sizes)], found[len(sizes) :]
+        for memory, rows, time, limit in zip(memories, sizes, times, limits, strict=True):
             print(
                 f"{rows:>11,} rows: {time:.2f} ms, {time / times[0]:.3f} times the first; "
+                f"the limit {limit:.2f} ms, {limit / limits[0]:.3f} times; "
                 f"{memory.state_bytes_per_row():.0f} bytes of state per row"
             )
 

@@ -204,9 +204,9 @@ def steps(_: Path) -> Names:
         param_of(opt).grad = torch.ones(4, 6)
         return opt
 
-    def set_mask(new: Any, /, **options: Any) -> None:
+    def set_mask(new: Any, /, initial: Any = None, **options: Any) -> None:
         opt = made(**options)
-        opt.set_mask(param_of(opt), new)
+        opt.set_mask(param_of(opt), new, initial=initial)
 
     def step_twice_in_backward() -> None:
         opt = made()

@@ -19,6 +19,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from tests.torch_versions import needs_means_over_gloo
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -291,3 +293,19 @@ def test_a_memory_of_ngrams_learns_what_is_not_in_its_text(run: Run, tmp_path: P
     known = {learned[at : at + 80] for at in range(len(learned) - 80)}
     windows = [held_out[at : at + 80] for at in range(len(held_out) - 80)]
     assert sum(window in known for window in windows) < 0.02 * len(windows)
+
+
+@needs_means_over_gloo
+@pytest.mark.parametrize(("layers", "table"), [("DDP", "shared"), ("FSDP2", "sharded")])
+def test_a_memory_beside_layers_on_ranks(layers: str, table: str):
+    script = [str(EXAMPLES / "ngram_ranks.py"), "--layers", layers, "--table", table]
+    options = ["--steps", "12", "--rows", "5000"]
+    done = subprocess.run(
+        [sys.executable, *script, *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = (float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout))
+    assert last < first - 1
+    moved = re.search(r"([\d,]+) of 5,000 rows have moved", done.stdout)
+    assert (moved is not None) == (table == "shared")
+    assert moved is None or int(moved[1].replace(",", "")) > 1_000

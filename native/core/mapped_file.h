@@ -23,8 +23,8 @@ namespace sparsestep {
 struct FileRows {
     const int64_t* rows;
     int64_t entries;
-    int64_t count;  // rows that there are; others are left alone
-    int64_t row_bytes, offset, page_bytes;
+    int64_t count;                          // rows that there are; others are left alone
+    int64_t row_bytes, offset, page_bytes;  // that of pages is a power of two
 };
 
 struct PageRun {
@@ -33,13 +33,19 @@ struct PageRun {
 
 // The pages of these rows that the map does not know, in order, neighbours together.
 inline std::vector<PageRun> unknown_pages(const FileRows& of, const uint8_t* known) {
+    constexpr int64_t ahead = 32;  // the map of a large table is in no cache
+    const int shift = __builtin_ctzll(uint64_t(of.page_bytes));
     std::vector<int64_t> found;
     for (int64_t e = 0; e < of.entries; ++e) {
+        const int64_t next = of.rows[std::min(e + ahead, of.entries - 1)];
+        if (uint64_t(next) < uint64_t(of.count)) {
+            __builtin_prefetch(known + ((of.offset + next * of.row_bytes) >> shift));
+        }
         const int64_t row = of.rows[e];
         if (uint64_t(row) >= uint64_t(of.count)) continue;
         const int64_t begin = of.offset + row * of.row_bytes;
-        const int64_t last = (begin + of.row_bytes - 1) / of.page_bytes;
-        for (int64_t page = begin / of.page_bytes; page <= last; ++page) {
+        const int64_t last = (begin + of.row_bytes - 1) >> shift;
+        for (int64_t page = begin >> shift; page <= last; ++page) {
             if (!known[page]) found.push_back(page);
         }
     }

@@ -52,6 +52,30 @@ int64_t run_pack_mask(nb::object mask, nb::object words, nb::object ranks) {
     return pack_mask(from, count, bits, before);
 }
 
+// See repack. Masks are as read_packed reads them, or None for all elements; all tensors
+// contiguous, on the CPU, in pairs with the size of a value.
+void run_repack(nb::object old_mask, nb::object new_mask, int64_t count, nb::list pairs,
+                int threads) {
+    PackedMask old{}, now{};
+    if (!old_mask.is_none()) read_packed(old_mask, count, old);
+    if (!new_mask.is_none()) read_packed(new_mask, count, now);
+    if (!old.words && !now.words) throw nb::value_error("there must be a mask");
+    std::vector<RepackedValues> values;
+    for (nb::handle pair : pairs) {
+        const nb::handle from = pair[0], to = pair[1];
+        const int64_t bytes = nb::cast<int64_t>(pair[2]);
+        if (numel(from) != (old.words ? old.kept : count) ||
+            numel(to) != (now.words ? now.kept : count) ||
+            (bytes != 2 && bytes != 4 && bytes != 8 && bytes != 16)) {
+            throw nb::value_error("no such values");
+        }
+        values.push_back(
+            {static_cast<const char*>(address(from)), static_cast<char*>(address(to)), bytes});
+    }
+    nb::gil_scoped_release release;
+    repack(old, now, count, values, threads);
+}
+
 // The norm of every slot of a gradient, at the number of its first entry; zero elsewhere. Nothing
 // where the core has no way to read its parts; an index, where that is out of range.
 nb::object run_norms(nb::tuple parts, int order, nb::object norms, int threads,
@@ -176,6 +200,10 @@ NB_MODULE(_C, module) {
                "Write out the slots of a compressed gradient; false where it is not valid.");
     module.def("pack_mask", &run_pack_mask, nb::arg("mask"), nb::arg("words"), nb::arg("ranks"),
                "Fill in bits and ranks of a mask over elements; how many it keeps.");
+    module.def("repack", &run_repack, nb::arg("old").none(), nb::arg("new").none(),
+               nb::arg("numel"), nb::arg("pairs"), nb::arg("threads"),
+               "Copy the values of elements that two masks keep from the order of one to that of "
+               "the other.");
     module.def("norms", &run_norms, nb::arg("parts"), nb::arg("order"), nb::arg("norms"),
                nb::arg("threads"), nb::arg("instruction_set"),
                "Fill in the norm of every slot of a gradient, at its first entry; None where it "

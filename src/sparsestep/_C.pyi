@@ -175,6 +175,14 @@ class Core(Protocol):
         first: int = 0,
     ) -> bool: ...
     def pack_mask(self, mask: Tensor, words: Tensor, ranks: Tensor) -> int: ...
+    def repack(
+        self,
+        old: PackedMask | None,
+        new: PackedMask | None,
+        numel: int,
+        pairs: list[tuple[Tensor, Tensor, int]],
+        threads: int,
+    ) -> None: ...
     def apply_standard(
         self,
         instruction_set: int,

@@ -18,7 +18,13 @@ from torch.utils.checkpoint import checkpoint
 import sparsestep
 from sparsestep import InputError
 from sparsestep.grads.compact import CompactGrad
-from sparsestep.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, NgramEmbedding
+from sparsestep.nn import (
+    Embedding,
+    EmbeddingBag,
+    EmbeddingBagCollection,
+    NgramEmbedding,
+    Vocabulary,
+)
 from tests.torch_versions import needs_lookups_in_graphs
 
 pytestmark = [
@@ -413,6 +419,52 @@ def test_copies_and_what_is_kept():
     torch.compiler.reset()
     gc.collect()
     assert weight() is None
+
+
+class Named(nn.Module):
+    """A table whose rows a vocabulary assigns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.vocabulary, self.table = Vocabulary(6, evict="lru"), Embedding(6, DIM)
+        self.opt = sparsestep.AdamW([self.table.weight], lr=0.1)
+        self.vocabulary.attach(self.table, self.opt)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        # Equal lookups are two: each counts the ids.
+        return self.table(self.vocabulary(ids)).sum() + self.table(self.vocabulary(ids)).sum()
+
+
+def test_vocabularies():
+    model, results = Named(), []
+    run, other = compiled(model), copy.deepcopy(model)
+    other.vocabulary.attach(other.table, other.opt)
+    assert other.vocabulary.graph_key is None
+    counter = CompileCounterWithBackend("aot_eager")
+    again = torch.compile(other, backend=counter, fullgraph=True)
+    eager = Named()
+    for each, call in ((eager, eager), (model, run), (other, again)):
+        losses = []
+        for step in range(6):
+            each.opt.zero_grad()
+            losses.append(call(torch.arange(step, step + 4) * 10**12))
+            losses[-1].backward()
+            each.opt.step()
+        assert each.vocabulary.num_reused > 0
+        results.append([each.table.weight.detach(), *losses, each.vocabulary.as_dict()])
+    assert results[0][-1] == results[1].pop() == results[2].pop()
+    assert equal(results[0][:-1], results[1])
+    assert equal(results[1], results[2])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("wrong", ["ids", "max_norm"])
+def test_under_fullgraph_the_error_has_the_reason(wrong: str):
+    table = Embedding(ROWS, DIM, max_norm=1.0 if wrong == "max_norm" else None)
+    ids = ids_of(7, dtype=torch.uint8 if wrong == "ids" else torch.int64)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Embedding.*outside of graphs"):
+        compiled(table)(ids)
 
 
 def test_what_stays_outside_of_graphs():

@@ -101,7 +101,12 @@ def over_elements(mask: Tensor | None) -> Tensor:
 
 
 def edited_by_hand(
-    make: Any, opt: Any, param: Tensor, old: Tensor | None, new: Tensor | None
+    make: Any,
+    opt: Any,
+    param: Tensor,
+    old: Tensor | None,
+    new: Tensor | None,
+    given: dict[str, float],
 ) -> tuple[Any, Tensor]:
     """Another optimizer with the new mask, and the state of what both masks have."""
     other = torch.nn.Parameter(param.detach().clone())
@@ -117,6 +122,9 @@ def edited_by_hand(
             continue
         begun = initial.get(name, torch.zeros_like(value))
         kept = same if value.dim() > 1 else same.all(1)
+        is_new = over_elements(new) & ~over_elements(old)
+        is_new = is_new if value.dim() > 1 else is_new.any(1)
+        begun = torch.where(is_new, given[name], begun).to(value.dtype) if name in given else begun
         found[name] = torch.where(kept, value, begun)
     if found:
         fresh.state[other] = found
@@ -138,12 +146,15 @@ def test_it_equals_an_optimizer_whose_state_was_edited(variant: Variant, options
 
     param: Tensor = new_param()
     opt, old, changed = make(param, None), None, 0
-    by_row = opt.stored_rule_for(opt.param_groups[0]).needs_whole_rows
+    rule = opt.stored_rule_for(opt.param_groups[0])
+    by_row = rule.needs_whole_rows
+    names = [spec.name for spec in rule.state if spec.dtype is None]  # no codes, and no counts
     for change in range(CHANGES):
         new = mask_of(change, by_row=by_row)
-        other, expected = edited_by_hand(make, opt, param, old, new)
+        given = dict.fromkeys(names[: change % 4], 0.25)
+        other, expected = edited_by_hand(make, opt, param, old, new, given)
         before = param.detach().clone()
-        opt.set_mask(param, new)
+        opt.set_mask(param, new, initial=given)
         assert same_bits(param, before)
         if change % 5 == 4:  # the mask is part of the checkpoint
             again = make(param, None)
@@ -190,7 +201,8 @@ def test_other_shapes_layouts_and_parameters_that_share_a_group():
     transposed = torch.nn.Parameter(torch.ones(4, 6).t())
     imaginary = torch.nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
     number, vector = torch.nn.Parameter(torch.tensor(1.0)), torch.nn.Parameter(torch.ones(5))
-    params = [transposed, imaginary, number, vector]
+    empty = torch.nn.Parameter(torch.ones(0, 3))
+    params = [transposed, imaginary, number, vector, empty]
     opt = sparsestep.Adagrad(params, lr=0.1, initial_accumulator_value=0.5)
     for param in params:
         param.grad = torch.ones_like(param)
@@ -201,7 +213,7 @@ def test_other_shapes_layouts_and_parameters_that_share_a_group():
         opt.set_mask(param, mask)
         begun = 0.5 * (1 + 1j) if param.is_complex() else 0.5
         assert torch.equal(state_of(opt, param)["sum"], states[param].masked_fill(~mask, begun))
-    assert len(opt.param_groups[0]["mask"]) == 4
+    assert len(opt.param_groups[0]["mask"]) == 5
     for param in params:
         opt.set_mask(param, None)
     assert "mask" not in opt.param_groups[0]
@@ -224,9 +236,14 @@ def test_the_mask_is_copied_and_a_refusal_changes_nothing():
     opt.step()
     assert opt.state[param]["sum"].tolist() == [[0.0] * 3, [3.0] * 3]
     own = opt.param_groups[0]["mask"]
-    for wrong in (torch.ones(3, dtype=torch.bool), torch.ones(2), "mask", [True] * 2, own):
+    sparse = torch.ones(2, 3, dtype=torch.bool).to_sparse()
+    wrongs = (torch.ones(3, dtype=torch.bool), torch.ones(2), "mask", [True] * 2, own, sparse)
+    for wrong in wrongs:
         with refused(opt):
             opt.set_mask(param, wrong)
+    for initial in ({"exp_avg": 1.0}, {"sum": "1"}, {"sum": float("nan")}, 1.0):
+        with refused(opt):
+            opt.set_mask(param, ~mask, initial=initial)
     with refused(opt):
         opt.set_mask(torch.ones(2, 3), mask)
 
@@ -337,6 +354,11 @@ def test_patterns_threads_and_instruction_sets(pattern: str, dtype: torch.dtype)
                 opt.step()
         assert opt.state[param]["exp_avg"].shape == (int(mask.sum()),)
         results.append([param.detach(), *state_tensors(opt)])
+        before, other = state_of(opt, param), mask.roll(7)
+        opt.set_mask(param, other)
+        for key, value in state_of(opt, param).items():
+            if key != "step":
+                assert same_bits(value, torch.where(mask & other, before[key], 0))
     for other in results[1:]:
         assert all(map(same_bits, results[0], other))
     assert same_bits(results[0][0][~mask], start[~mask])

@@ -39,6 +39,8 @@ def check_masks(masks: Masks, params: Sequence[Tensor], *, defers: bool = False)
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise InputError(message(f"mask {index} must be a bool tensor", got))
+        if mask.layout is not torch.strided:
+            raise InputError(message(f"mask {index} must be a strided tensor", mask.layout))
         if tuple(mask.shape) not in shapes or mask.device != param.device:
             requirement = f"mask {index} must have shape {wanted} and be on {param.device}"
             raise InputError(message(requirement, f"{tuple(mask.shape)} on {mask.device}"))
@@ -118,11 +120,15 @@ class PackedMask(NamedTuple):
         packed = (bits.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
         return cls(packed.view(torch.int64), ranks, int(flat.sum()), mask.shape)
 
-    def indices(self) -> Tensor:
-        """Return the kept elements, in ascending order."""
+    def bits(self) -> Tensor:
+        """Return the mask in one dim, and False up to the next multiple of 64."""
         shifts = torch.arange(8, dtype=torch.uint8, device=self.words.device)
         bits = (self.words.view(torch.uint8)[:, None] >> shifts).bitwise_and_(1)
-        return bits.view(torch.bool).view(-1).nonzero().squeeze(1)
+        return bits.view(torch.bool).view(-1)
+
+    def indices(self) -> Tensor:
+        """Return the kept elements, in ascending order."""
+        return self.bits().nonzero().squeeze(1)
 
     def same_as(self, other: PackedMask | None) -> bool:
         """Whether both keep the same elements."""

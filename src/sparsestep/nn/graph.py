@@ -90,6 +90,7 @@ def _take(ctx: Any, grad: Tensor) -> Any:
 
 
 _inboxes: WeakValueDictionary[int, _Inbox] = WeakValueDictionary()
+_vocabularies: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _keys = itertools.count()
 
 
@@ -139,7 +140,25 @@ def _prepare_anchor(table: Any) -> None:
 
 
 @assume_constant_result
-def _can_be_traced() -> bool:
+def _prepare_key(vocabulary: Any) -> None:
+    """Give a vocabulary a key, by which an operation finds it. Called by the compiler."""
+    if vocabulary.graph_key is None:
+        number = next(_keys)
+        _vocabularies[number] = vocabulary
+        with torch.inference_mode(False):
+            vocabulary.graph_key = torch.tensor([float(number)], dtype=torch.float64, device="cpu")
+
+
+def rows_in_graph(vocabulary: Any, ids: Tensor) -> Tensor:
+    """Look up the row of each id, as an operation."""
+    _prepare_key(vocabulary)
+    found: Tensor = torch.ops.sparsestep.find_rows(vocabulary.graph_key, ids, _call_number())
+    return found
+
+
+@assume_constant_result
+def can_be_traced() -> bool:
+    """Whether a graph can have operations of this library."""
     return compiles_lookups and not is_transforming()
 
 
@@ -154,7 +173,7 @@ _call_numbers = itertools.count()
 
 def fit_graph(lookups: Sequence[Lookup]) -> bool:
     """Whether lookups can be an operation of a graph. If not, eager code runs or raises."""
-    return _can_be_traced() and all(_fits(lookup) for lookup in lookups)
+    return can_be_traced() and all(_fits(lookup) for lookup in lookups)
 
 
 def _fits(lookup: Lookup) -> bool:
@@ -439,6 +458,15 @@ def _fake_hash_ngrams(
     )
 
 
+def _find_rows(key: Tensor, ids: Tensor, call_number: int) -> Tensor:
+    found: Tensor = _vocabularies[int(key)](ids)
+    return found
+
+
+def _fake_find_rows(key: Tensor, ids: Tensor, call_number: int) -> Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.int64)
+
+
 _LISTS = "Tensor[] anchors, Tensor[] ids, {}int[] options, int call_number) -> Tensor[]"
 _SCHEMAS = {
     "embed": "(Tensor[] weights, "
@@ -450,11 +478,13 @@ _SCHEMAS = {
     ),
     "hash_ngrams": "(Tensor anchor, Tensor tokens, Tensor? document_ids, int rows, int bags) "
     "-> (Tensor, Tensor)",
+    "find_rows": "(Tensor key, Tensor ids, int call_number) -> Tensor",
 }
 _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "embed": (_embed, _fake_embed),
     "embed_backward": (_embed_backward, _fake_embed_backward),
     "hash_ngrams": (_hash_ngrams, _fake_hash_ngrams),
+    "find_rows": (_find_rows, _fake_find_rows),
 }
 # ``torch.library.custom_op`` would double the time of a small lookup.
 _library = torch.library.Library("sparsestep", "FRAGMENT")

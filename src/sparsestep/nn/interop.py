@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: F401, N812  (the name in torch's own forward)
 
 from sparsestep._torch import (
+    assume_constant_result,
+    compiles_lookups,
     is_exporting,
     is_in_ddp_forward,
     is_tracing,
@@ -35,11 +37,35 @@ def excluded_from_compile(function: Callable[Arguments, Result]) -> Callable[Arg
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling() and not is_exporting():
-            left_out: Callable[Arguments, Result] = torch.compiler.disable(function)
-            return left_out(*args, **kwargs)
+            return _left_out(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     return run
+
+
+def _left_out(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return a function that breaks a graph; with ``fullgraph=True``, torch says why."""
+    left_out: Callable[Arguments, Result]
+    if compiles_lookups:
+        _prepare_left_out(function)
+        left_out = function.left_out  # type: ignore[attr-defined]
+    else:
+        left_out = torch.compiler.disable(function)
+    return left_out
+
+
+@assume_constant_result
+def _prepare_left_out(function: Any) -> None:
+    if not hasattr(function, "left_out"):
+        reason = _REASON.format(function.__qualname__)
+        function.left_out = torch.compiler.disable(function, reason=reason)
+
+
+_REASON = (
+    "sparsestep runs {} outside of graphs: a graph has lookups by int64 or int32 ids in a plain "
+    "parameter, without max_norm, and with per_sample_weights only for mode='sum'. Without "
+    "fullgraph=True, the graph breaks here, or an error says what is wrong"
+)
 
 
 def replaced_in_graphs(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -55,8 +81,7 @@ def replaced_in_graphs(function: Callable[Arguments, Result]) -> Callable[Argume
             if module.fits_graph(*args[1:], **kwargs):
                 found: Result = module.forward_in_graph(*args[1:], **kwargs)
                 return found
-            left_out: Callable[Arguments, Result] = torch.compiler.disable(function)
-            return left_out(*args, **kwargs)
+            return _left_out(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     return run

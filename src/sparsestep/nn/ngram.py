@@ -341,6 +341,8 @@ def _check_integer(name: str, value: Any, least: int) -> None:
 def _check_weight(weight: Any, shape: tuple[int, int]) -> None:
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise _error("weight must be a tensor of floating-point numbers", describe(weight))
+    if weight.layout is not torch.strided:
+        raise _error("weight must be a strided tensor", weight.layout)
     if tuple(weight.shape) != shape:
         requirement = f"weight must have shape (num_embeddings, embedding_dim), {shape}"
         raise _error(requirement, tuple(weight.shape))

@@ -17,6 +17,7 @@ from sparsestep._torch import cat
 from sparsestep.errors import InputError, memory_errors, message, usable
 from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files, written
 from sparsestep.memory.tensors import INTEGER_DTYPES, check_writable, memory_of
+from sparsestep.nn.graph import can_be_traced, rows_in_graph
 from sparsestep.nn.grow import (
     AnyOptimizer,
     Init,
@@ -38,7 +39,7 @@ from sparsestep.nn.id_table import (
     pack_state,
     unpack_state,
 )
-from sparsestep.nn.interop import excluded_from_compile
+from sparsestep.nn.interop import replaced_in_graphs
 from sparsestep.nn.strings import hash_strings, listed
 from sparsestep.optim.optimizer import RuleOptimizer
 
@@ -272,7 +273,7 @@ class Vocabulary(nn.Module):
         ['red', 'green', 'red']
     """
 
-    _not_copied: ClassVar = ("id_table", "lock", "attached", "progress", "taken_over")
+    _not_copied: ClassVar = ("id_table", "lock", "attached", "progress", "taken_over", "graph_key")
 
     def __init__(
         self,
@@ -304,6 +305,7 @@ class Vocabulary(nn.Module):
         self.attached: list[Attached] = []
         self.progress: list[Any] = []
         self.taken_over: Tensor = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.graph_key: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -397,7 +399,7 @@ class Vocabulary(nn.Module):
 
     # Lookups
 
-    @excluded_from_compile
+    @replaced_in_graphs
     def forward(self, ids: Tensor | Iterable[str]) -> Tensor:
         """The row of each id.
 
@@ -427,6 +429,14 @@ class Vocabulary(nn.Module):
                 rows = found.rows.view(given.shape).to(given.device)
                 uninterrupted(partial(commit_lookups, [found]))
         return rows
+
+    def fits_graph(self, ids: Tensor | Iterable[str]) -> bool:
+        """Whether a graph of torch.compile can have this lookup."""
+        return can_be_traced() and isinstance(ids, Tensor) and not ids.is_nested
+
+    def forward_in_graph(self, ids: Tensor) -> Tensor:
+        """Look up as an operation of a graph."""
+        return rows_in_graph(self, ids)
 
     def find(self, ids: Tensor) -> Tensor:
         """The row of each id (int64 of one dim, on the CPU), without counting it."""

@@ -236,11 +236,16 @@ class RuleOptimizer(_Base):
         """Refuse parameters that the optimizer cannot work with."""
         name, params = type(self).__name__, group["params"]
         sparse = [
-            [group_index, i] for i, param in enumerate(params) if param.layout is not torch.strided
+            [group_index, i]
+            for i, param in enumerate(params)
+            if param.layout is not torch.strided
+            or isinstance(param, torch.sparse.SparseSemiStructuredTensor)
         ]
         if sparse:
             requirement = f"{name} requires dense parameter tensors"
             remedy = "Train their values instead: torch.nn.Parameter(weight.values())"
+            if params[sparse[0][1]].layout is torch.strided:
+                remedy = "Train the dense weight with mask=, and compress it once it is trained"
             raise InputError(f"Sparse params at indices {sparse}: {requirement}. {remedy}.")
         imaginary = [[group_index, i] for i, param in enumerate(params) if param.is_complex()]
         if imaginary and not self.supports_complex:
@@ -761,13 +766,20 @@ class RuleOptimizer(_Base):
             uninterrupted(writes.commit)
 
     def prepare_forget(
-        self, param: Tensor, rows: Tensor, writes: RowWrites, *, is_overwritten: bool = False
+        self,
+        param: Tensor,
+        rows: Tensor,
+        writes: RowWrites,
+        *,
+        is_overwritten: bool = False,
+        values: list[float] | None = None,
     ) -> None:
         """Add the reset of the rows' state to ``writes``: everything that can raise.
 
         Rows of the parameter that are overwritten as well need not catch up.
         """
-        tensors, values = self._resettable_state(param)
+        tensors, defaults = self._resettable_state(param)
+        values = values if tensors and values is not None else defaults
         memory = memory_of(param)
         rows = states.check_rows("rows to forget", rows, memory)
         if not is_overwritten:
@@ -808,13 +820,15 @@ class RuleOptimizer(_Base):
         rule = self.stored_rule_for(self.group_of(param), memory_of(param), param_state)
         return rule, param_state, self.store.layout_of(rule, param, param_state)
 
-    def set_mask(self, param: Tensor, mask: Tensor | None) -> None:
+    def set_mask(
+        self, param: Tensor, mask: Tensor | None, *, initial: Mapping[str, float] | None = None
+    ) -> None:
         """Replace the mask of one parameter, for sparsity patterns that change during training.
 
         Entries that stay in the mask keep their state. Entries that it drops lose theirs, and
-        entries that are new start from the initial state, as ``forget`` leaves it. The parameter
-        itself does not change: set dropped weights to zero yourself. With ``semantics="dense"``,
-        rows that change catch up first.
+        entries that are new start from the initial state, as ``forget`` leaves it, or from
+        ``initial``. The parameter itself does not change: set dropped weights to zero yourself.
+        With ``semantics="dense"``, rows that change catch up first.
 
         With a mask over elements, the state of a contiguous parameter on the CPU is packed: a
         vector of one value for each entry that the mask keeps, in order. ``state_dict()`` has
@@ -826,10 +840,14 @@ class RuleOptimizer(_Base):
             param: one of this optimizer's parameters.
             mask: a bool tensor over the rows or the elements of the parameter, as in the option
                 ``mask``; ``None`` to train all of it.
+            initial: numbers by names of the state, for entries that are new; for state per row, for
+                rows without an entry that stays. Without state, before the first step, it has no
+                effect.
 
         Raises:
             InputError: the parameter is not one of this optimizer's; the mask has another shape,
-                dtype or device; or it is the very tensor that is in use, changed in place.
+                dtype or device; it is the very tensor that is in use, changed in place; or
+                ``initial`` names no state.
 
         Whatever it raises, also ``MemoryError`` and ``KeyboardInterrupt``: mask and state are the
         old ones or the new ones.
@@ -849,11 +867,15 @@ class RuleOptimizer(_Base):
         """
         writes = RowWrites()
         with error_prefix(f"{type(self).__name__}: set_mask"), memory_errors(), self._lock:
-            calls = [writes.commit, *self._prepare_mask(param, mask, writes)]
+            calls = [writes.commit, *self._prepare_mask(param, mask, initial, writes)]
             uninterrupted(lambda: finish(calls))
 
     def _prepare_mask(
-        self, param: Tensor, mask: Tensor | None, writes: RowWrites
+        self,
+        param: Tensor,
+        mask: Tensor | None,
+        initial: Mapping[str, float] | None,
+        writes: RowWrites,
     ) -> list[Callable[[], object]]:
         group, memory = self.group_of(param), memory_of(param)
         params = group["params"]
@@ -861,7 +883,7 @@ class RuleOptimizer(_Base):
         masks.check_masks(group.get("mask"), params, defers=defers)
         masks.check_masks([mask], [memory], defers=defers)
         old = _mask_of(group, param)
-        _, _, layout = self.stored_state(param)
+        stored, _, layout = self.stored_state(param)
         if mask is not None and mask is old and layout is None:
             requirement = "the mask must be another tensor than the one in use"
             remedy = "Leave that unchanged, and pass a new one"
@@ -870,16 +892,18 @@ class RuleOptimizer(_Base):
         rule = self.stored_rule_for(group, param)
         packed = states.packed_layout(rule, mask, param, group, self.engine)
         calls: list[Callable[[], object]] = []
+        values = states.initial_values(stored, group, initial)
         if layout is not None or packed is not None:
-            calls = self._prepare_layout(param, layout, packed, old, mask)
+            calls = self._prepare_layout(param, layout, packed, old, mask, values)
         else:
             changed = masks.changed_entries(old, mask, memory.shape)
             if changed is not None and changed.shape == memory.shape[:1]:
-                self.prepare_forget(param, changed.reshape(-1).nonzero().squeeze(1), writes)
+                rows = changed.reshape(-1)
+                is_new = rows if mask is None else rows & mask.reshape(-1)
+                self.prepare_forget(param, (rows & ~is_new).nonzero().squeeze(1), writes)
+                self.prepare_forget(param, is_new.nonzero().squeeze(1), writes, values=values)
             elif changed is not None:
-                both = [m for m in (old, mask) if m is not None]
-                stays = reduce(and_, (masks.over_elements(m, memory.shape) for m in both))
-                self._prepare_reset(param, changed, stays.flatten(1).any(1), writes)
+                self._prepare_reset(param, changed, old, mask, values, writes)
         known = zip(params, masks.per_param(group.get("mask"), params), strict=True)
         listed = [mask if each is param else its_mask for each, its_mask in known]
         if all(each is None for each in listed):
@@ -894,24 +918,28 @@ class RuleOptimizer(_Base):
         packed: masks.PackedMask | None,
         old: Tensor | None,
         new: Tensor | None,
+        values: list[float],
     ) -> list[Callable[[], object]]:
-        """Copy state from one layout to another; entries that only one mask selects start over."""
-        group, memory = self.group_of(param), memory_of(param)
-        tensors, values = self._resettable_state(param)
+        """Copy state from one layout to another; what only one mask selects starts over.
+
+        What is new starts from ``values``.
+        """
+        memory = memory_of(param)
+        tensors, defaults = self._resettable_state(param)
         if not tensors:
             return []
         rule, param_state, _ = self.stored_state(param)
         assert param_state is not None
-        made = states.replace_layout(rule, group, tensors, memory.shape, layout, packed)
-        dropped = None
+        made = states.replace_layout(tensors, values, memory.shape, layout, packed)
+        filled = None
         if layout is None and old is not None:  # new entries
             assert packed is not None
-            dropped = ~masks.over_elements(old, memory.shape).reshape(-1)[packed.indices()]
-        elif packed is None and new is not None:
-            dropped = ~masks.over_elements(new, memory.shape)
-        if dropped is not None:
+            filled = ~masks.over_elements(old, memory.shape).reshape(-1)[packed.indices()]
+        elif packed is None and new is not None:  # dropped ones
+            filled, values = ~masks.over_elements(new, memory.shape), defaults
+        if filled is not None:
             for tensor, value in zip(made, values, strict=True):
-                tensor.masked_fill_(dropped, states.fill_value(tensor.dtype, value))
+                tensor.masked_fill_(filled, states.fill_value(tensor.dtype, value))
         replaced = dict(zip(rule.state_names, made, strict=True))
         return [
             partial(param_state.update, replaced),
@@ -920,29 +948,48 @@ class RuleOptimizer(_Base):
         ]
 
     def _prepare_reset(
-        self, param: Tensor, changed: Tensor, row_stays: Tensor, writes: RowWrites
+        self,
+        param: Tensor,
+        changed: Tensor,
+        old: Tensor | None,
+        new: Tensor | None,
+        values: list[float],
+        writes: RowWrites,
     ) -> None:
         """Add the reset of the elements' state to ``writes``: everything that can raise.
 
         State per row is reset unless the row has an element that both masks keep.
         """
-        tensors, values = self._resettable_state(param)
-        if any(t.dtype is torch.int8 and value for t, value in zip(tensors, values, strict=True)):
+        shape = changed.shape
+        tensors, defaults = self._resettable_state(param)
+        if not tensors:
+            return
+        each = zip(tensors, values, defaults, strict=True)
+        if any(tensor.dtype is torch.int8 and any(numbers) for tensor, *numbers in each):
             requirement = "elements whose int8 state does not start at zero cannot be reset"
             raise InputError(message(requirement, values, "Use another state_dtype"))
+        both = [masks.over_elements(m, shape) for m in (old, new) if m is not None]
+        row_stays = reduce(and_, both).flatten(1).any(1)
+        is_new = changed if new is None else changed & both[-1]
         rows = changed.flatten(1).any(1).nonzero().squeeze(1).to("cpu")
         if not rows.numel():
             return
         if mapped_files:
             about_to_write(param, tensors, rows)
-        for tensor, value in zip(as_real_rows(memory_of(param), tensors)[1], values, strict=True):
+        real = as_real_rows(memory_of(param), tensors)[1]
+        for tensor, value, default in zip(real, values, defaults, strict=True):
             if tensor.dim() < changed.dim():
                 reset = (~row_stays).nonzero().squeeze(1).to("cpu")
-                writes.add(tensor, reset, torch.full((1,), value, dtype=tensor.dtype, device="cpu"))
+                gains = is_new.flatten(1).any(1).to("cpu")[reset]
+                filled = torch.where(gains, value, default).to(tensor.dtype)
+                writes.add(tensor, reset, filled)
                 continue
-            reset = changed if tensor.dim() == changed.dim() else changed.unsqueeze(-1)
             at = rows.to(tensor.device)
-            writes.add(tensor, rows, tensor[at].masked_fill(reset[at], value).contiguous())
+            found = tensor[at]
+            for reset, number in ((changed, default), (is_new, value)):
+                reset = reset if tensor.dim() == changed.dim() else reset.unsqueeze(-1)
+                found.masked_fill_(reset[at], number)
+            writes.add(tensor, rows, found.contiguous())
 
     def prepare_grow(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
         """Create the state of a parameter for more rows, of which the first ``keep`` keep theirs.

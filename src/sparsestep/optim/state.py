@@ -10,6 +10,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from sparsestep._native import ext
 from sparsestep._torch import is_called_by_checkpoint, scalar_dtype
 from sparsestep.errors import InputError, message
 from sparsestep.grads.exchange import source_of
@@ -119,23 +120,23 @@ def relayout(
     """
     for tensor in tensors:
         parameters.check_writable("the state", tensor)
-    tensors = [tensor.detach() for tensor in tensors]
-    if old is None:
-        assert new is not None
-        elements = new.indices()
-        return [tensor.reshape(-1)[elements] for tensor in tensors]
-    to = at = old.indices()
-    if new is not None:
-        to = new.indices()
-        shape = torch.Size([new.kept])
-        stays = torch.isin(to, at, assume_unique=True)
-        at, to = torch.searchsorted(at, to[stays]), stays.nonzero().squeeze(1)
-    found = []
-    for tensor, value in zip(tensors, values, strict=True):
-        made = pages.full(shape, fill_value(tensor.dtype, value), tensor.dtype, tensor.device)
-        made.view(-1)[to] = tensor if new is None else tensor[at]
-        found.append(made)
-    return found
+    numel = shape.numel()
+    shape = shape if new is None else torch.Size([new.kept])
+    tensors = [tensor.detach().reshape(-1) for tensor in tensors]
+    made = [
+        pages.full(shape, fill_value(tensor.dtype, value), tensor.dtype, tensor.device)
+        for tensor, value in zip(tensors, values, strict=True)
+    ]
+    if ext is not None and numel and all(tensor.is_cpu for tensor in tensors):
+        pairs = [(t, m, t.element_size()) for t, m in zip(tensors, made, strict=True)]
+        ext.repack(old, new, numel, pairs, torch.get_num_threads())
+        return made
+    everything = torch.ones(numel, dtype=torch.bool)
+    before, after = (m.bits()[:numel] if m is not None else everything for m in (old, new))
+    stays, to = after[before], before[after]
+    for tensor, into in zip(tensors, made, strict=True):
+        into.view(-1)[to.to(tensor.device)] = tensor[stays.to(tensor.device)]
+    return made
 
 
 def state_dtype_for(
@@ -156,9 +157,8 @@ def state_dtype_for(
 
 
 def replace_layout(
-    rule: Rule,
-    options: Mapping[str, Any],
     tensors: list[Tensor],
+    values: list[float],
     shape: torch.Size,
     old: PackedMask | None,
     new: PackedMask | None,
@@ -167,7 +167,6 @@ def replace_layout(
     if any(tensor.is_shared() for tensor in tensors):
         requirement = "a mask over elements must not change once the state is in shared memory"
         raise InputError(message(requirement, "state that other processes may have"))
-    values = [initial_value(spec, options) for spec in rule.state]
     return relayout(tensors, values, shape, old, new)
 
 
@@ -190,6 +189,20 @@ def new_state(
             tensor = torch.full_like(param, value, dtype=dtype, requires_grad=False)
         made.append(pages.full(shape, value, dtype, param.device) if tensor is None else tensor)
     return made
+
+
+def initial_values(
+    rule: Rule, options: Mapping[str, Any], given: Mapping[str, float] | None = None
+) -> list[float]:
+    """Return the initial value of each state tensor; ``given`` has others, by name."""
+    given = {} if given is None else given
+    if not isinstance(given, Mapping) or not given.keys() <= set(rule.state_names):
+        names = ", ".join(rule.state_names) or "none"
+        raise InputError(message(f"initial must be a dict by names of the state ({names})", given))
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+            raise InputError(message(f"initial[{name!r}] must be a number", repr(value)))
+    return [float(given.get(spec.name, initial_value(spec, options))) for spec in rule.state]
 
 
 def initial_value(spec: StateSpec, options: Mapping[str, Any]) -> float:

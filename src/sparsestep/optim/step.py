@@ -106,7 +106,8 @@ def new_update(
         layout = optimizer.store.layout_of(rule, param, param_state)
         tensors = states.check_state(rule, memory, param_state, layout)
         if tensors and layout is not packed and (layout is None or not layout.same_as(packed)):
-            tensors = states.replace_layout(rule, group, tensors, memory.shape, layout, packed)
+            values = states.initial_values(rule, group)
+            tensors = states.replace_layout(tensors, values, memory.shape, layout, packed)
             param_state = {**param_state, **dict(zip(rule.state_names, tensors, strict=True))}
     optimizer.store.check_writable(
         param,
