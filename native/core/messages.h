@@ -1,5 +1,5 @@
-// Messages to and from all processes. A message is the sections of one process after another, then
-// a gap for the sender's status. Outside of messages, each section is one array over all processes.
+// Messages to and from all processes. A message is the sections of one process one after another; it
+// begins anywhere in a buffer. Outside of messages, each section is one array over all processes.
 #pragma once
 
 #include <cstdint>
@@ -68,20 +68,25 @@ private:
     bool is_valid_ = true;
 };
 
-// Whether messages of these sizes fit a buffer; `own` has no sections in it.
-inline bool fits_buffer(const SectionSizes& sizes, int64_t own, int64_t gap, int64_t bytes) {
+// Whether messages of these sizes fit a buffer; those of `own` are not in it (-1: all are).
+inline bool fits_buffer(const SectionSizes& sizes, const int64_t* begins, int64_t own,
+                        int64_t bytes) {
     for (int64_t p = 0; p < sizes.world; ++p) {
-        for (int64_t s = 0; s < sizes.sections && p != own; ++s) {
-            bytes -= sizes.at(p, s);
-            if (bytes < 0) return false;
+        if (p == own) continue;
+        int64_t left = bytes - begins[p];
+        if (begins[p] < 0 || left < 0) return false;
+        for (int64_t s = 0; s < sizes.sections; ++s) {
+            left -= sizes.at(p, s);
+            if (left < 0) return false;
         }
-        bytes -= gap;
     }
-    return bytes >= 0;
+    return true;
 }
 
-inline void pack_messages(SectionSplit from, int64_t world, int64_t own, int64_t gap, char* to) {
-    for (int64_t p = 0; p < world; ++p, to += gap) {
+inline void pack_messages(SectionSplit from, int64_t world, int64_t own, const int64_t* begins,
+                          char* buffer) {
+    for (int64_t p = 0; p < world; ++p) {
+        char* to = buffer + begins[p];
         from.for_each_section(p, [&](size_t, const char* data, size_t size) {
             if (p == own) return;
             std::memcpy(to, data, size);
@@ -91,7 +96,7 @@ inline void pack_messages(SectionSplit from, int64_t world, int64_t own, int64_t
 }
 
 // The reverse. What a process sends itself is not in the buffer: it is copied from `mine`.
-inline void unpack_messages(const char* from, int64_t world, int64_t own, int64_t gap,
+inline void unpack_messages(const char* buffer, int64_t world, int64_t own, const int64_t* begins,
                             SectionSplit to, SectionSplit mine) {
     std::vector<const char*> kept;
     for (int64_t p = 0; p <= own; ++p) {
@@ -101,7 +106,8 @@ inline void unpack_messages(const char* from, int64_t world, int64_t own, int64_
             kept[s] = data;
         });
     }
-    for (int64_t p = 0; p < world; ++p, from += gap) {
+    for (int64_t p = 0; p < world; ++p) {
+        const char* from = buffer + begins[p];
         to.for_each_section(p, [&](size_t s, char* data, size_t size) {
             std::memcpy(data, p == own ? kept[s] : from, size);
             if (p != own) from += size;

@@ -104,35 +104,45 @@ std::vector<Section> sections_of(nb::list tensors) {
     return found;
 }
 
-void run_pack(nb::list tensors, nb::object sizes, int64_t own, int64_t gap, nb::object buffer) {
+// Where the message of each process begins.
+const int64_t* begins_of(nb::handle begins, const SectionSizes& sizes) {
+    const int64_t* const data = integers(begins);
+    if (numel(begins) != sizes.world) throw nb::value_error("sparsestep: no such messages");
+    return data;
+}
+
+void run_pack(nb::list tensors, nb::object sizes, int64_t own, nb::object begins,
+              nb::object buffer) {
     const std::vector<Section> sections = sections_of(tensors);
     const SectionSizes of = sizes_of(sizes, sections.size());
+    const int64_t* const at = begins_of(begins, of);
     char* const to = static_cast<char*>(address(buffer));
     const SectionSplit split(sections, of);
-    if (gap < 0 || !split.is_valid() || !fits_buffer(of, own, gap, numel(buffer))) {
+    if (!split.is_valid() || !fits_buffer(of, at, own, numel(buffer))) {
         throw nb::value_error("sparsestep: no such messages");
     }
     nb::gil_scoped_release release;
-    pack_messages(split, of.world, own, gap, to);
+    pack_messages(split, of.world, own, at, to);
 }
 
-void run_unpack(nb::object buffer, nb::object sizes, int64_t own, int64_t gap, nb::list tensors,
-                nb::list mine, nb::object own_sizes) {
+void run_unpack(nb::object buffer, nb::object sizes, int64_t own, nb::object begins,
+                nb::list tensors, nb::list mine, nb::object own_sizes) {
     const std::vector<Section> sections = sections_of(tensors), kept = sections_of(mine);
     const SectionSizes of = sizes_of(sizes, sections.size());
     const SectionSizes sent = sizes_of(own_sizes, kept.size());
+    const int64_t* const at = begins_of(begins, of);
     const char* const from = static_cast<const char*>(address(buffer));
     const SectionSplit split(sections, of), kept_split(kept, sent);
-    bool fits = gap >= 0 && own >= 0 && own < of.world && sent.world == of.world &&
+    bool fits = own >= -1 && own < of.world && sent.world == of.world &&
                 sections.size() == kept.size() && split.is_valid() && kept_split.is_valid() &&
-                fits_buffer(of, own, gap, numel(buffer));
+                fits_buffer(of, at, own, numel(buffer));
     for (size_t s = 0; s < sections.size() && fits; ++s) {
         fits = of.total(int64_t(s)) == sections[s].bytes &&
-               of.at(own, int64_t(s)) == sent.at(own, int64_t(s));
+               (own < 0 || of.at(own, int64_t(s)) == sent.at(own, int64_t(s)));
     }
     if (!fits) throw nb::value_error("sparsestep: no such messages");
     nb::gil_scoped_release release;
-    unpack_messages(from, of.world, own, gap, split, kept_split);
+    unpack_messages(from, of.world, own, at, split, kept_split);
 }
 
 // Rows of float32 and their codes; the number of rows.
@@ -172,10 +182,10 @@ void bind_round_robin(nb::module_& module) {
                nb::arg("lengths").none(), nb::arg("counts"),
                "Sort bags of ids by the owners of their rows; counts: ids and bags of each.");
     module.def("pack_messages", &run_pack, nb::arg("sections"), nb::arg("sizes"), nb::arg("own"),
-               nb::arg("gap"), nb::arg("buffer"),
-               "Write the sections of each process one after another, and a gap; none of its own.");
+               nb::arg("begins"), nb::arg("buffer"),
+               "Write the sections of each process but its own one after another.");
     module.def("unpack_messages", &run_unpack, nb::arg("buffer"), nb::arg("sizes"), nb::arg("own"),
-               nb::arg("gap"), nb::arg("sections"), nb::arg("own_sections"), nb::arg("own_sizes"),
+               nb::arg("begins"), nb::arg("sections"), nb::arg("own_sections"), nb::arg("own_sizes"),
                "The reverse; a process's own sections are copied from what it would have sent.");
     module.def("encode_rows", &run_encode, nb::arg("format"), nb::arg("values"), nb::arg("dim"),
                nb::arg("seed").none(), nb::arg("codes"),

@@ -171,13 +171,13 @@ def test_inputs_and_outputs_may_be_written_to(kind: Any):
 @each_kind
 def test_what_is_sent_is_what_the_plan_says(rank: Rank, kind: str):
     """Of rows on average; here every owner has as many ids as the others."""
-    sent, rows, batch, exchange = [0], 36, 12, Collectives._exchange_bytes
+    sent, rows, batch, exchange = [0], 36, 12, Collectives.exchange_bytes
 
     def count(self: Any, outgoing: Tensor, incoming: Tensor, sizes: Any = (), *more: Any) -> Any:
         sent[0] += sum(max(0, size - 1) for to, size in enumerate(sizes) if to != rank.index)
         return exchange(self, outgoing, incoming, *([sizes] if sizes else []), *more)
 
-    rank.monkeypatch.setattr(Collectives, "_exchange_bytes", count)
+    rank.monkeypatch.setattr(Collectives, "exchange_bytes", count)
     placement = PLACEMENTS[kind]("", rows, DIM, 4)  # type: ignore[arg-type]
     for length in (1, 3, 12):
         sent[0] = 0
@@ -196,24 +196,24 @@ def test_what_is_sent_is_what_the_plan_says(rank: Rank, kind: str):
 
 def test_messages_are_packed_and_unpacked():
     """Of three sections: split, sent to all ranks as a whole, and empty."""
-    own, gap = 1, 1
+    own, begins = 1, torch.tensor([0, 13, 14])
     sections = [torch.arange(6, dtype=torch.int32), torch.tensor([7.5], dtype=torch.float64), None]
     sizes = torch.tensor([[4, 8, 0], [8, 8, 0], [12, 8, 0]])
     buffer = torch.full((4 + 8 + 1 + 1 + 12 + 8 + 1,), 255, dtype=torch.uint8)
-    pack(sections, sizes, own, gap, buffer)
+    pack(sections, sizes, own, begins, buffer)
     first, second, third = buffer.split([13, 1, 21])
     assert first[:4].view(torch.int32).tolist() == [0]
     assert bytes(first[4:12].tolist()) == bytes(third[12:20].tolist()) == struct.pack("d", 7.5)
     assert third[:12].clone().view(torch.int32).tolist() == [3, 4, 5]
     assert first[-1] == second[-1] == third[-1] == 255
     # The other ranks send one and three numbers; this one sends itself two, and the float.
-    messages = Messages(buffer, sizes, own, gap, sections, sizes)
+    messages = Messages(buffer, begins, sizes, own, sections, sizes)
     read = messages.read([torch.int32, torch.float64, torch.int64])
     assert [each.tolist() for each in read] == [[0, 1, 2, 3, 4, 5], [7.5] * 3, []]
     for wrong in (sizes + 1, sizes * torch.tensor([[1], [-1], [3]]), sizes.t()):
         with pytest.raises(ValueError, match="no such"):
-            pack(sections, wrong, own, gap, buffer)
+            pack(sections, wrong, own, begins, buffer)
         with pytest.raises(ValueError, match="no such"):
-            unpack(Messages(buffer, wrong, own, gap, sections, sizes), read)
+            unpack(Messages(buffer, begins, wrong, own, sections, sizes), read)
     with pytest.raises(ValueError, match="no such messages"):
-        pack(sections, sizes, own, gap, buffer[:-1])
+        pack(sections, sizes, own, begins, buffer[:-2])

@@ -92,14 +92,14 @@ def new_group(backend: str | None = None) -> ProcessGroup:
 Sections = list[Tensor | None]  # contiguous; None: empty
 
 
-def pack(sections: Sections, sizes: Tensor, own: int, gap: int, buffer: Tensor) -> None:
-    """Write a message for each rank but ``own``: its bytes of every section, then a gap.
+def pack(sections: Sections, sizes: Tensor, own: int, begins: Tensor, buffer: Tensor) -> None:
+    """Write a message for each rank but ``own``, -1 for none: its bytes of every section.
 
-    ``sizes`` has a row for each rank. A section is split among ranks as its column says; one that
-    is as long as each of its sizes goes to every rank.
+    ``sizes`` has a row for each rank, ``begins`` where its message begins. A section is split among
+    ranks as its column says; one that is as long as each of its sizes goes to every rank.
     """
     assert ext is not None
-    ext.pack_messages(sections, sizes, own, gap, buffer)
+    ext.pack_messages(sections, sizes, own, begins, buffer)
 
 
 @dataclass
@@ -107,9 +107,9 @@ class Messages:
     """What all ranks have sent. It has to be read before the next transfer."""
 
     buffer: Tensor
+    begins: Tensor  # of each rank's message
     sizes: Tensor  # bytes of each rank's sections
     rank: int
-    gap: int  # bytes after each message
     own: Sections  # this rank's own sections, which are never sent
     own_sizes: Tensor
 
@@ -137,11 +137,70 @@ def unpack(messages: Messages, sections: Sequence[Tensor]) -> None:
         messages.buffer,
         messages.sizes,
         messages.rank,
-        messages.gap,
+        messages.begins,
         some,
         messages.own,
         messages.own_sizes,
     )
+
+
+class Payload(NamedTuple):
+    """What a rank sends together with its status if there is room."""
+
+    sections: Sections
+    sizes: Tensor  # bytes of each rank's sections
+
+
+class Room(NamedTuple):
+    """Bytes beside a status, to and from each rank; both ends of a pair know them."""
+
+    outgoing: Tensor
+    incoming: Tensor
+
+    def after(self, outgoing: Tensor, incoming: Tensor) -> Room:
+        """Room for messages like those that were just sent: an eighth more, and less in time."""
+        pairs = zip(self, (outgoing, incoming), strict=True)
+        found = [torch.maximum(size + size // 8 + 64, old - old // 16) for old, size in pairs]
+        return Room(*found)
+
+
+class Envelope:
+    """The messages of a handshake: a row of numbers for each rank, and room for a payload."""
+
+    def __init__(self, collectives: Collectives, row_bytes: int, room: Room) -> None:
+        self._collectives, self._row_bytes, self._room = collectives, row_bytes, room
+        self._sizes = [each + row_bytes for each in room]
+        ends = [each.cumsum(0) for each in self._sizes]
+        self._begins = [end - size for end, size in zip(ends, self._sizes, strict=True)]
+        totals = (int(end[-1]) for end in ends)
+        self._sent, self._received = map(collectives.buffer, (0, 1), totals)
+
+    def pack(self, payload: Payload) -> bool:
+        """Write a payload; ``False`` if there is not enough room."""
+        sizes, rank = payload.sizes, self._collectives.rank
+        is_short = sizes.sum(1) > self._room.outgoing
+        is_short[rank] = False
+        if is_short.any():
+            return False
+        pack(payload.sections, sizes, rank, self._begins[0] + self._row_bytes, self._sent)
+        return True
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Send each rank its row, and the payload; return the rows of all ranks."""
+        size = certain(lambda: torch.full((len(rows), 1), self._row_bytes))
+        found = certain(lambda: torch.empty_like(rows))
+        certain(lambda: pack([rows], size, -1, self._begins[0], self._sent))
+        lengths = certain(lambda: [each.tolist() for each in self._sizes])
+        self._collectives.exchange_bytes(self._sent, self._received, *lengths)
+        received = Messages(self._received, self._begins[1], size, -1, [rows], size)
+        certain(lambda: unpack(received, [found]))
+        return found
+
+    def messages(self, payload: Payload, sizes: Tensor) -> Messages:
+        """The payloads of all ranks, whose sections have these sizes."""
+        begins = self._begins[1] + self._row_bytes
+        rank = self._collectives.rank
+        return Messages(self._received, begins, sizes, rank, *payload)
 
 
 class ScatteredRows(NamedTuple):
@@ -171,15 +230,26 @@ class Collectives:
         shape = 2, size if self.world_size > 1 else 0
         self._outgoing, self._incoming = torch.empty(shape, dtype=torch.uint8)
 
+    def buffer(self, side: int, size: int) -> Tensor:
+        """Memory for outgoing (0) or incoming (1) messages, until the next transfer."""
+        given = (self._outgoing, self._incoming)[side]
+        return given[:size] if size <= len(given) else torch.empty(size, dtype=torch.uint8)
+
+    def room(self, row_bytes: int, max_bytes: int) -> Room | None:
+        """Room beside a row; ``None`` if messages are too large. All ranks pass the same."""
+        if self.world_size == 1 or not self._fits_buffers(row_bytes + 64 + 2 * max_bytes):
+            return None
+        return Room(*torch.zeros(2, self.world_size, dtype=torch.int64))
+
     def all_to_all_rows(self, outgoing: Tensor) -> Tensor:
         """Send row ``r`` of a matrix to rank ``r``; get a row from each."""
         if self.world_size == 1:
             return outgoing
         incoming = certain(lambda: torch.empty_like(outgoing))
-        self._exchange_bytes(outgoing, incoming)
+        self.exchange_bytes(outgoing, incoming)
         return incoming
 
-    def _exchange_bytes(
+    def exchange_bytes(
         self,
         outgoing: Tensor,
         incoming: Tensor,
@@ -215,17 +285,16 @@ class Collectives:
         Sizes have a row for each rank and a column for each section, in bytes. If ``outgoing``
         raises on one rank, all ranks raise. All ranks pass the same ``max_bytes``, of a message.
         """
-        gap, buffer, own = 0, self._incoming, []
         if self.world_size == 1:
-            own = outgoing()
+            own, begins, buffer = outgoing(), incoming_sizes.new_zeros(1), self._incoming
         elif self._fits_buffers(max_bytes):
-            gap = 1
-            own = self._send_small(outgoing, outgoing_sizes, incoming_sizes)
+            own, begins = self._send_small(outgoing, outgoing_sizes, incoming_sizes)
+            buffer = self._incoming
         else:
-            own, buffer = self._send_large(outgoing, outgoing_sizes, incoming_sizes, max_bytes)
-        return certain(
-            lambda: Messages(buffer, incoming_sizes, self.rank, gap, own, outgoing_sizes)
-        )
+            sizes = outgoing_sizes, incoming_sizes
+            own, begins, buffer = self._send_large(outgoing, *sizes, max_bytes)
+        rank = self.rank
+        return certain(lambda: Messages(buffer, begins, incoming_sizes, rank, own, outgoing_sizes))
 
     def _fits_buffers(self, max_bytes: int) -> bool:
         fits = (max_bytes + 1) * self.world_size <= len(self._outgoing)
@@ -239,7 +308,7 @@ class Collectives:
 
     def _send_small(
         self, outgoing: Callable[[], Sections], outgoing_sizes: Tensor, incoming_sizes: Tensor
-    ) -> Sections:
+    ) -> tuple[Sections, Tensor]:
         """Each message ends with the status of its sender; no memory is needed to get that far."""
         sent_sizes = certain(lambda: self._message_sizes(outgoing_sizes) + 1)
         received_sizes = certain(lambda: self._message_sizes(incoming_sizes) + 1)
@@ -250,13 +319,13 @@ class Collectives:
         own: Sections = []
         with Caught() as caught:
             own = outgoing()
-            pack(own, outgoing_sizes, self.rank, 1, sent)
+            pack(own, outgoing_sizes, self.rank, sent_ends - sent_sizes, sent)
         status = status_of(caught.error)
         certain(lambda: sent.index_fill_(0, sent_ends - 1, status))
         sizes = certain(lambda: (sent_sizes.tolist(), received_sizes.tolist()))
-        self._exchange_bytes(sent, received, *sizes)
+        self.exchange_bytes(sent, received, *sizes)
         raise_failure(certain(lambda: received[received_ends - 1].tolist()), caught.error)
-        return own
+        return own, certain(lambda: received_ends - received_sizes)
 
     def _send_large(
         self,
@@ -264,16 +333,16 @@ class Collectives:
         outgoing_sizes: Tensor,
         incoming_sizes: Tensor,
         max_bytes: int,
-    ) -> tuple[Sections, Tensor]:
+    ) -> tuple[Sections, Tensor, Tensor]:
         """Allocate, then ask all ranks whether they could, then send; in chunks if it is much."""
         is_chunked = max_bytes > MAX_MESSAGE_BYTES
         with Caught() as caught:
             own = outgoing()
-            sizes = [
-                self._message_sizes(each).tolist() for each in (outgoing_sizes, incoming_sizes)
-            ]
+            given = [self._message_sizes(each) for each in (outgoing_sizes, incoming_sizes)]
+            begins = [each.cumsum(0) - each for each in given]
+            sizes = [each.tolist() for each in given]
             packed, incoming = (torch.empty(sum(each), dtype=torch.uint8) for each in sizes)
-            pack(own, outgoing_sizes, self.rank, 0, packed)
+            pack(own, outgoing_sizes, self.rank, begins[0], packed)
             if is_chunked:
                 staged = torch.empty(2, self.world_size * MAX_MESSAGE_BYTES, dtype=torch.uint8)
         self.check(caught.error)
@@ -281,8 +350,8 @@ class Collectives:
             sent, received = packed.split(sizes[0]), incoming.split(sizes[1])
             self._exchange_chunks(sent, received, staged, max_bytes)
         else:
-            self._exchange_bytes(packed, incoming, *sizes)
-        return own, incoming
+            self.exchange_bytes(packed, incoming, *sizes)
+        return own, begins[1], incoming
 
     def _exchange_chunks(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], staged: Tensor, max_bytes: int
@@ -297,7 +366,7 @@ class Collectives:
             buffers = staged[0, : sum(outgoing_sizes)], staged[1, : sum(incoming_sizes)]
             for piece, chunk in zip(buffers[0].split(outgoing_sizes), sent, strict=True):
                 piece.copy_(chunk)
-            self._exchange_bytes(*buffers, outgoing_sizes, incoming_sizes)
+            self.exchange_bytes(*buffers, outgoing_sizes, incoming_sizes)
             for chunk, piece in zip(wanted, buffers[1].split(incoming_sizes), strict=True):
                 chunk.copy_(piece)
 

@@ -26,7 +26,7 @@ from sparsestep.distributed._table import (
     TableGroup,
     offsets_of,
 )
-from sparsestep.distributed.collectives import Caught, Collectives, Messages, Sections
+from sparsestep.distributed.collectives import Caught, Collectives, Messages, Payload, Sections
 from sparsestep.distributed.placement import (
     BROADCAST_BAG_FACTOR,
     LENGTH_DTYPE,
@@ -266,13 +266,13 @@ def exchange_ids(
     Returns a function that reads the requests of all ranks, per table; ``None`` for replicated
     ones. Other ranks wait for the rows, so an error must be reported to them.
     """
-    messages = collectives.all_to_all(
-        lambda: [section for each in requests for section in _sections(each)],
-        outgoing.request,
-        incoming.request,
-        max_bytes,
-    )
+    sizes = outgoing.request, incoming.request
+    messages = collectives.all_to_all(lambda: _id_sections(requests), *sizes, max_bytes)
     return partial(_read_ids, requests, messages, incoming)
+
+
+def _id_sections(requests: Sequence[LookupRequest]) -> Sections:
+    return [section for each in requests for section in _sections(each)]
 
 
 def _sections(request: LookupRequest) -> Sections:
@@ -449,19 +449,28 @@ def sharded_lookup(
     status, counts = group.status(ExchangeKind.LOOKUP, first), group.new_counts()
     requests: Sequence[LookupRequest] = []
     prefetched: Sequence[IncomingLookup | None] = []
+    payload: Payload | None = None
     with Caught() as caught:
         requests, status.prefetched, prefetched = make_requests()
         own_counts = id_counts(requests)
         counts[:, : NUM_COUNTS * len(requests)] = own_counts.flatten(1)
         own = LookupSizes(requests, own_counts)
+        if not status.prefetched:
+            payload, status.payload = Payload(_id_sections(requests), own.request), 1
         status.max_bytes = int(own.request.sum(1).max())
         status.max_reply_bytes = int(own.reply.sum(1).max())
         status.num_tables, status.value = len(requests), int(torch.is_grad_enabled())
-    peers = group.handshake(status, counts, caught.error)
+    peers = group.handshake(status, counts, caught.error, payload=payload)
     theirs = certain(partial(_peer_sizes, requests, peers))
     read: Callable[[], list[IncomingLookup | None]] = partial(list, prefetched)
     if not status.prefetched or set(peers["prefetched"]) != {status.prefetched}:
-        read = exchange_ids(group.collectives, requests, own, theirs, max(peers["max_bytes"]))
+        max_bytes = max(peers["max_bytes"])
+        if payload is not None and peers.messages is not None and all(peers["payload"]):
+            messages = peers.messages(payload, theirs.request)
+            read = partial(_read_ids, requests, messages, theirs)
+        else:
+            read = exchange_ids(group.collectives, requests, own, theirs, max_bytes)
+        group.expect(own.request.sum(1), theirs.request.sum(1), max_bytes)
     handles = [
         LookupHandle(
             group.sequence + n, r.table, r.num_bags, r.bags_per_rank, r.is_partial, r.inverse
