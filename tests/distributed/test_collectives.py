@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ COLLECTIVES = ("all_to_all_single", "all_gather", "all_reduce", "broadcast", "al
 
 
 class Counted:
-    """Counts torch's collectives."""
+    """Counts torch's collectives, except for those that nothing waits for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number = 0
@@ -28,7 +29,7 @@ class Counted:
 
     def _counting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         def counting(*arguments: Any, **options: Any) -> Any:
-            self.number += 1
+            self.number += threading.current_thread() is threading.main_thread()
             return collective(*arguments, **options)
 
         return counting
@@ -44,22 +45,28 @@ def documented() -> dict[str, int]:
     return {name.replace("`", ""): int(number) for name, number, _ in cells}
 
 
+STEPS, WARM = 8, 4  # the first steps do not know yet how much is sent
+
+
 @ranks(2)
+@pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("plan", ["rows", "tables", PLAN])
-def test_the_collectives_of_a_loop_are_those_of_the_documentation(rank: Rank, plan: Any):
+def test_the_collectives_of_a_loop_are_those_of_the_documentation(
+    rank: Rank, plan: Any, prefetch: int
+):
     model = Net()
     sparsestep.distributed.shard(model.tables, plan=plan)
     optimizer = sparsestep.Adam(model.tables.parameters(), lr=0.1)
     counted = Counted(rank.monkeypatch)
-    expected = documented()
-    loader = [net_batch(step, rank.index) for step in range(4)]
+    loader = [net_batch(0, rank.index) for _ in range(STEPS)]
     seen: list[dict[str, int]] = []
+    suffix = ", prefetched" if prefetch else ""
     before = counted.number
-    for step, ids in enumerate(sparsestep.distributed.lockstep(loader)):
-        found = {"lockstep": counted.since(before)}
+    for step, ids in enumerate(sparsestep.distributed.lockstep(loader, prefetch)):
+        found = {f"lockstep{suffix}": counted.since(before)}
         before = counted.number
         rows = model.tables(ids)
-        found["lookup"] = counted.since(before)
+        found[f"lookup{suffix}"] = counted.since(before)
         before = counted.number
         sum(each.square().sum() for each in rows.values()).backward()
         assert counted.since(before) == 0, "backward is each rank's own"
@@ -72,9 +79,9 @@ def test_the_collectives_of_a_loop_are_those_of_the_documentation(rank: Rank, pl
         before = counted.number
         optimizer.zero_grad()
         seen.append(found)
-    for found in seen:
+    expected = documented()
+    for found in seen[WARM:]:
         assert found == {name: expected[name] for name in found}
-    assert {name for found in seen for name in found} == set(expected)
 
 
 @ranks(2)

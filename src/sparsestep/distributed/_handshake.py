@@ -152,10 +152,7 @@ def handshake(
         return outgoing
 
     rows = certain(pack)
-    if envelope is None:
-        incoming = collectives.all_to_all_rows(rows)
-    else:
-        incoming = envelope.exchange(rows)
+    incoming = collectives.all_to_all_rows(rows) if envelope is None else envelope.exchange(rows)
     peers = certain(lambda: PeerStatus(incoming))
     peers.messages = None if envelope is None else envelope.messages
     if error is not None:

@@ -219,6 +219,7 @@ class TableRequests(NamedTuple):
     requests: Sequence[LookupRequest]
     prefetched: int = 0  # at least 1, and the same on all ranks; 0: ids have not been sent
     incoming: Sequence[IncomingLookup | None] = ()
+    reply_bytes: Tensor | None = None  # of the rows that each rank gets, by table
 
 
 def id_counts(requests: Sequence[LookupRequest]) -> Tensor:
@@ -438,6 +439,8 @@ def _backward_through_module(output: Tensor, weight: Tensor, rows: Tensor) -> Se
 
 # The whole lookup
 
+_IDS, _ROWS = 1, 2  # what comes with the status
+
 
 def sharded_lookup(
     group: TableGroup, first: ShardedTable, make_requests: Callable[[], TableRequests]
@@ -448,29 +451,41 @@ def sharded_lookup(
     """
     status, counts = group.status(ExchangeKind.LOOKUP, first), group.new_counts()
     requests: Sequence[LookupRequest] = []
-    prefetched: Sequence[IncomingLookup | None] = []
+    incoming: Sequence[IncomingLookup | None] = []
+    early: list[LocalRows] = []
     payload: Payload | None = None
     with Caught() as caught:
-        requests, status.prefetched, prefetched = make_requests()
+        requests, status.prefetched, incoming, reply_bytes = make_requests()
         own_counts = id_counts(requests)
         counts[:, : NUM_COUNTS * len(requests)] = own_counts.flatten(1)
         own = LookupSizes(requests, own_counts)
-        if not status.prefetched:
-            payload, status.payload = Payload(_id_sections(requests), own.request), 1
+        if reply_bytes is None:
+            payload, status.payload = Payload(_id_sections(requests), own.request), _IDS
+        elif all(each.table.is_plain_read for each in requests):
+            early = _serve(requests, incoming, needs_grad=True)
+            payload, status.payload = (
+                Payload(_row_sections(incoming, early, requests), reply_bytes),
+                _ROWS,
+            )
         status.max_bytes = int(own.request.sum(1).max())
         status.max_reply_bytes = int(own.reply.sum(1).max())
         status.num_tables, status.value = len(requests), int(torch.is_grad_enabled())
     peers = group.handshake(status, counts, caught.error, payload=payload)
     theirs = certain(partial(_peer_sizes, requests, peers))
-    read: Callable[[], list[IncomingLookup | None]] = partial(list, prefetched)
+    payloads = set(peers["payload"]) if peers.messages is not None else set()
+    needs_grad = any(peers["value"])
+    read: Callable[[], Sequence[IncomingLookup | None]] = lambda: incoming
+    sizes, max_bytes = (theirs.reply, own.reply), max(peers["max_reply_bytes"])
     if not status.prefetched or set(peers["prefetched"]) != {status.prefetched}:
-        max_bytes = max(peers["max_bytes"])
-        if payload is not None and peers.messages is not None and all(peers["payload"]):
-            messages = peers.messages(payload, theirs.request)
-            read = partial(_read_ids, requests, messages, theirs)
+        early, sizes, max_bytes = [], (own.request, theirs.request), max(peers["max_bytes"])
+        if payloads == {_IDS}:
+            assert payload is not None
+            assert peers.messages is not None
+            read = partial(_read_ids, requests, peers.messages(payload, theirs.request), theirs)
         else:
             read = exchange_ids(group.collectives, requests, own, theirs, max_bytes)
-        group.expect(own.request.sum(1), theirs.request.sum(1), max_bytes)
+        payloads.clear()
+    group.expect(*certain(lambda: [each.sum(1) for each in sizes]), max_bytes)
     handles = [
         LookupHandle(
             group.sequence + n, r.table, r.num_bags, r.bags_per_rank, r.is_partial, r.inverse
@@ -478,9 +493,23 @@ def sharded_lookup(
         for n, r in enumerate(requests)
     ]
     group.sequence += len(requests)
-    serve = partial(_serve, group, requests, handles, needs_grad=any(peers["value"]))
-    max_bytes = max(peers["max_reply_bytes"])
-    rows = _return_rows(group, requests, own, theirs, max_bytes, lambda: serve(read()))
+    local: list[LocalRows] = []
+
+    def outgoing() -> Sections:
+        found = read()
+        local[:] = early or _serve(requests, found, needs_grad=needs_grad)
+        if needs_grad:
+            _keep_served(group, handles, found, local)
+        return _row_sections(found, local, requests)
+
+    if payloads == {_ROWS}:
+        sections = outgoing()
+        assert peers.messages is not None
+        messages = peers.messages(Payload(sections, theirs.reply), own.reply)
+    else:
+        max_bytes = max(peers["max_reply_bytes"])
+        messages = group.collectives.all_to_all(outgoing, theirs.reply, own.reply, max_bytes)
+    rows = _read_rows(requests, messages, local)
     weights = [each.table.weight for each in requests]
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
         group.pending.update({handle.sequence: handle for handle in handles})
@@ -496,13 +525,11 @@ def _peer_sizes(requests: Sequence[LookupRequest], peers: PeerStatus) -> LookupS
 
 
 def _serve(
-    group: TableGroup,
     requests: Sequence[LookupRequest],
-    handles: Sequence[LookupHandle],
     incoming: Sequence[IncomingLookup | None],
     *,
     needs_grad: bool,
-) -> list[tuple[IncomingLookup | None, Tensor]]:
+) -> list[LocalRows]:
     """Look up the rows that ranks request of this one; of replicated tables, its own."""
     tables = [each.table for each in requests]
     local = [
@@ -510,47 +537,53 @@ def _serve(
     ]
     for table, each in zip(tables, local, strict=True):
         table.prefetch(each.ids)
-    found = serve_lookups(tables, local, needs_grad=needs_grad)
-    for (_, grad_fn), handle, theirs in zip(found, handles, incoming, strict=True):
-        if needs_grad and handle.table.weight.requires_grad:
-            if theirs is None:
-                handle.grad_fn = grad_fn
-                served = ServedLookup(handle.table, None, handle.bags_per_rank)
-            else:
-                served = ServedLookup(handle.table, grad_fn, theirs.bags_per_rank)
-            group.served[handle.sequence] = served
-    return [(theirs, rows) for theirs, (rows, _) in zip(incoming, found, strict=True)]
+    return serve_lookups(tables, local, needs_grad=needs_grad)
 
 
-def _return_rows(
+def _keep_served(
     group: TableGroup,
+    handles: Sequence[LookupHandle],
+    incoming: Sequence[IncomingLookup | None],
+    local: Sequence[LocalRows],
+) -> None:
+    """Keep what the gradients of served lookups need."""
+    for (_, grad_fn), handle, theirs in zip(local, handles, incoming, strict=True):
+        if not handle.table.weight.requires_grad:
+            continue
+        if theirs is None:
+            handle.grad_fn = grad_fn
+            served = ServedLookup(handle.table, None, handle.bags_per_rank)
+        else:
+            served = ServedLookup(handle.table, grad_fn, theirs.bags_per_rank)
+        group.served[handle.sequence] = served
+
+
+def _row_sections(
+    incoming: Sequence[IncomingLookup | None],
+    local: Sequence[LocalRows],
     requests: Sequence[LookupRequest],
-    own: LookupSizes,
-    theirs: LookupSizes,
-    max_bytes: int,
-    serve: Callable[[], list[tuple[IncomingLookup | None, Tensor]]],
+) -> Sections:
+    """The rows that ranks get, as they are sent."""
+    return [
+        None if theirs is None else each.table.encode(rows)
+        for each, theirs, (rows, _) in zip(requests, incoming, local, strict=True)
+    ]
+
+
+def _read_rows(
+    requests: Sequence[LookupRequest], messages: Messages, local: Sequence[LocalRows]
 ) -> list[Tensor]:
-    """Send rows to the ranks that requested them; return the rows that this rank requested."""
-    local_rows: list[Tensor] = []
-
-    def outgoing() -> Sections:
-        served = serve()
-        local_rows.extend(rows for _, rows in served)
-        return [
-            None if incoming is None else each.table.encode(rows)
-            for each, (incoming, rows) in zip(requests, served, strict=True)
-        ]
-
-    messages = group.collectives.all_to_all(outgoing, theirs.reply, own.reply, max_bytes)
+    """The rows that this rank has requested."""
     found = []
     received = messages.read([each.table.wire_dtype for each in requests])
-    for each, local, flat in zip(requests, local_rows, received, strict=True):
+    for each, (rows, _), flat in zip(requests, local, received, strict=True):
         if not each.is_sent:
-            found.append(local)
+            found.append(rows)
             continue
         flat = each.table.decode(flat)
         if each.is_partial:
-            flat = _sum_partial_bags(flat.view(group.collectives.world_size, -1).unbind())
+            world_size = each.table.collectives.world_size
+            flat = _sum_partial_bags(flat.view(world_size, -1).unbind())
         rows = flat.view(-1, each.table.dim)
         found.append(rows if each.inverse is None else rows.index_select(0, each.inverse))
     return found
