@@ -8,6 +8,7 @@ requests, packing, lookups for all ranks, unpacking and the update.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,10 +39,19 @@ class SimulatedRanks:
     def all_to_all_single(
         self, output: Tensor, given: Tensor, *sizes: Sequence[int] | None, group: Any = None
     ) -> None:
-        """Each rank sends what this one sends to itself, if messages have the same size."""
+        """Each rank sends what this one sends to itself, and zeros in place of a payload."""
         self.num_collectives += 1
-        if any(each is not None for each in sizes):
-            output.zero_()
+        incoming, outgoing = sizes or (None, None)
+        if incoming is not None and outgoing is not None:
+            own = given[: outgoing[0]]
+            if len(set(incoming)) == 1:
+                whole = output.view(self.world_size, -1)
+                whole.zero_()
+                whole[:, : len(own)] = own
+            else:
+                output.zero_()
+                for begin in itertools.accumulate(incoming[:-1], initial=0):
+                    output[begin : begin + len(own)] = own
         else:
             output.view(self.world_size, -1).copy_(given.view(self.world_size, -1)[:1])
 

@@ -95,6 +95,17 @@ class ShardedTable:
         return self.placement.row_stride(self.collectives.world_size)
 
     @property
+    def merges_ids(self) -> bool:
+        """Whether each id of a lookup is requested once."""
+        may_merge = self.order == "fast" and self.mode != "max" and not self.scale_grad_by_freq
+        return may_merge and self.placement.is_sharded
+
+    @property
+    def owner(self) -> int:
+        """The rank that has the whole table; -1 if its rows are on all ranks."""
+        return getattr(self.placement, "owner", -1)
+
+    @property
     def id_dtype(self) -> torch.dtype:
         max_local_rows = -(-self.rows // self.row_stride)
         return torch.int32 if max_local_rows < _INT32_ROWS else torch.int64

@@ -170,6 +170,8 @@ class Envelope:
     def __init__(self, collectives: Collectives, row_bytes: int, room: Room) -> None:
         self._collectives, self._row_bytes, self._room = collectives, row_bytes, room
         self._sizes = [each + row_bytes for each in room]
+        for each in self._sizes:
+            each[collectives.rank] = row_bytes  # what a rank has for itself is not sent
         ends = [each.cumsum(0) for each in self._sizes]
         self._begins = [end - size for end, size in zip(ends, self._sizes, strict=True)]
         totals = (int(end[-1]) for end in ends)

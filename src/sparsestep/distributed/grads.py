@@ -31,7 +31,7 @@ from sparsestep.distributed.collectives import (
     Payload,
     Sections,
 )
-from sparsestep.distributed.lookup import sum_duplicates
+from sparsestep.distributed.lookup import sum_all_duplicates
 from sparsestep.engines.base import certain
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
@@ -277,9 +277,15 @@ def collect_pending(tables: Sequence[ShardedTable]) -> list[OutgoingGrad]:
             if handle.grad_fn is not None:
                 found.append(_replicated_grad(handle, handle.grad_fn, rows))
                 continue
-            if handle.inverse is not None:
-                rows = sum_duplicates(rows, handle.inverse, handle.num_bags)
             found.append(OutgoingGrad(handle, rows))
+    requests = [
+        (n, (each.values, each.handle.inverse, each.handle.num_bags))
+        for n, each in enumerate(found)
+        if each.handle.inverse is not None and each.indices is None
+    ]
+    sums = sum_all_duplicates([request for _, request in requests])
+    for (n, _), summed in zip(requests, sums, strict=True):
+        found[n] = found[n]._replace(values=summed)
     return found
 
 

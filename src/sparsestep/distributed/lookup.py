@@ -7,6 +7,7 @@ bags have one id, each id is requested once, however often it occurs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from sparsestep._native import ext
 from sparsestep._torch import cat, stack
 from sparsestep.distributed._handshake import ExchangeKind, PeerStatus
 from sparsestep.distributed._table import (
@@ -99,12 +101,36 @@ def lookup_request(
     return _request_bags(table, bags)
 
 
+def lookup_requests(calls: Sequence[tuple[ShardedTable, Any, Any, Any]]) -> list[LookupRequest]:
+    """The requests of calls with ids, offsets and weights; raises if an argument is invalid."""
+    world_size = calls[0][0].collectives.world_size if calls else 1
+    is_plain = world_size > 1 and all(
+        table.merges_ids and offsets is None and weights is None and _is_column(ids)
+        for table, ids, offsets, weights in calls
+    )
+    if is_plain and ext is not None:
+        counts = torch.empty(len(calls), world_size, dtype=torch.int64)
+        asked = [(ids.contiguous(), table.rows, table.owner) for table, ids, _, _ in calls]
+        found = ext.request_rows(asked, world_size, counts)
+        if found is not None:
+            return [
+                LookupRequest(table, rows, mine, 1, None, len(rows), mine, None, inverse=inverse)
+                for (table, *_), mine, (rows, inverse) in zip(
+                    calls, counts.unbind(), found, strict=True
+                )
+            ]
+    return [lookup_request(*each) for each in calls]
+
+
+def _is_column(ids: Any) -> bool:
+    return type(ids) is Tensor and ids.dim() == 2 and ids.shape[1] == 1
+
+
 def _request_rows(table: ShardedTable, ids: Tensor, weights: Tensor | None) -> LookupRequest:
     """One id for each row of the output."""
     placement, world_size = table.placement, table.collectives.world_size
     inverse = None
-    may_dedup = table.order == "fast" and table.mode != "max" and not table.scale_grad_by_freq
-    if may_dedup and weights is None and placement.is_sharded and world_size > 1:
+    if table.merges_ids and weights is None and world_size > 1:
         ids, inverse = unique_ids(ids, table.rows)
     if table.row_stride > 1:
         split = split_by_owner(ids, None, world_size, table.id_dtype)
@@ -169,6 +195,15 @@ def _request_partial_bags(
         combine=average if to_all_ranks else sum_parts,
         is_partial=to_all_ranks,
     )
+
+
+def sum_all_duplicates(requests: Sequence[tuple[Tensor, Tensor, int]]) -> list[Tensor]:
+    """Sum the rows with the same index, as ``sum_duplicates`` does, in one call where possible."""
+    sums = [values.new_zeros(count, *values.shape[1:]) for values, _, count in requests]
+    asked = [(v.detach(), inverse, s) for (v, inverse, _), s in zip(requests, sums, strict=True)]
+    if ext is not None and ext.sum_rows(asked):
+        return sums
+    return [sum_duplicates(*each) for each in requests]
 
 
 def sum_duplicates(values: Tensor, inverse: Tensor, count: int) -> Tensor:
@@ -599,14 +634,18 @@ def _sum_partial_bags(pieces: Sequence[Tensor]) -> Tensor:
     return total.to(first.dtype)
 
 
+@functools.cache
+def _placeholder(dtype: torch.dtype) -> Any:
+    return PendingGrad(None, torch.empty(0, dtype=dtype))
+
+
 def _set_placeholder_grad(weight: Tensor) -> None:
     """Set an empty gradient, so that code that reads ``.grad`` exchanges on every rank.
 
     A GradScaler, for example, then does so on the ranks whose loss leaves the table out, too.
     """
     if weight.requires_grad and weight.grad is None:
-        placeholder: Any = PendingGrad(None, weight.detach()[:0])
-        weight.grad = CompactGrad.of([placeholder], weight.shape, weight)
+        weight.grad = CompactGrad.of([_placeholder(weight.dtype)], weight.shape, weight)
 
 
 class _ShardedLookupFunction(torch.autograd.Function):
@@ -618,8 +657,8 @@ class _ShardedLookupFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.handles = handles
-        # Detach: autograd forbids in-place writes to views that a custom Function returns.
-        return tuple(each.detach() for each in rows)
+        # Autograd forbids in-place writes to views that a custom Function returns.
+        return tuple(each.detach() if each._is_view() else each for each in rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

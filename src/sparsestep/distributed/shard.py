@@ -26,6 +26,7 @@ from sparsestep.distributed.lookup import (
     LookupRequest,
     TableRequests,
     lookup_request,
+    lookup_requests,
     sharded_lookup,
 )
 from sparsestep.distributed.placement import Placement
@@ -127,7 +128,7 @@ class ShardedCollection(ShardedModule):
         """See :class:`ShardedModule`."""
         collection: Any = self
         split = collection.split_inputs(*arguments)
-        return [lookup_request(table.sharded_table, *each) for table, *each in split]
+        return lookup_requests([(table.sharded_table, *each) for table, *each in split])
 
     @excluded_from_compile
     def forward(self, inputs: Any, offsets: Any = None, per_sample_weights: Any = None) -> Any:
