@@ -32,6 +32,7 @@ import sparsestep
 from benchmarks.harness.contestants import import_peer
 
 TABLES, ROWS, DIM, BATCH = 8, 100_000, 64, 2_048
+SMALL = 26, 1_000, 16, 256  # of many tables and few samples, where what a table costs matters
 WARM = 5  # steps of each that do not count
 Step = Callable[[Sequence[Tensor]], None]
 
@@ -96,19 +97,24 @@ def theirs() -> Step:
 
 
 def torchrecs(kind: str) -> Step:
-    """TorchRec's, which updates in backward."""
+    """TorchRec's, of the tables here."""
+    return torchrec_step(kind, [(ROWS, DIM)] * TABLES, BATCH)
+
+
+def torchrec_step(kind: str, sizes: Sequence[tuple[int, int]], batch: int) -> Any:
+    """A step of TorchRec, which updates in backward; of random ids unless it gets some."""
     torchrec, types = import_peer("torchrec"), import_peer("torchrec.distributed.types")
     plans = import_peer("torchrec.distributed.sharding_plan")
     of_bags = import_peer("torchrec.distributed.embeddingbag")
     parallel = import_peer("torchrec.distributed.model_parallel")
     in_backward = import_peer("torchrec.optim.apply_optimizer_in_backward")
     world = dist.get_world_size()
-    names = [f"t{n}" for n in range(TABLES)]
+    names = [f"t{n}" for n in range(len(sizes))]
     configs = [
         torchrec.EmbeddingBagConfig(
-            name=name, embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name]
+            name=name, embedding_dim=dim, num_embeddings=rows, feature_names=[name]
         )
-        for name in names
+        for name, (rows, dim) in zip(names, sizes, strict=True)
     ]
     tables = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     rule = torchrec.optim.RowWiseAdagrad
@@ -127,10 +133,13 @@ def torchrecs(kind: str) -> Step:
         env=types.ShardingEnv.from_process_group(dist.group.WORLD),
         plan=types.ShardingPlan({"tables": plan}),
         sharders=[sharder],
+        init_data_parallel=False,
     )
 
-    def step(ids: Sequence[Tensor]) -> None:
-        lengths = torch.full((TABLES * BATCH,), ids[0].shape[1], dtype=torch.int32)
+    some = [torch.randint(0, rows, (batch, 1)) for rows, _ in sizes]
+
+    def step(ids: Sequence[Tensor] = some) -> None:
+        lengths = torch.full((len(sizes) * batch,), ids[0].shape[1], dtype=torch.int32)
         values = torch.cat([each.flatten() for each in ids])
         keyed = torchrec.KeyedJaggedTensor(keys=names, values=values, lengths=lengths)
         found = model.module["tables"](keyed).values()

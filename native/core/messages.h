@@ -115,4 +115,20 @@ inline void unpack_messages(const char* buffer, int64_t world, int64_t own, cons
     }
 }
 
+// Copies pieces of one buffer to another. False, and nothing done, where one does not fit.
+inline bool copy_pieces(const char* from, int64_t from_bytes, char* to, int64_t to_bytes,
+                        const int64_t* sources, const int64_t* targets, const int64_t* sizes,
+                        int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        const bool is_valid = sizes[i] >= 0 && sources[i] >= 0 && targets[i] >= 0;
+        if (!is_valid || sources[i] > from_bytes - sizes[i] || targets[i] > to_bytes - sizes[i]) {
+            return false;
+        }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        if (sizes[i]) std::memcpy(to + targets[i], from + sources[i], size_t(sizes[i]));
+    }
+    return true;
+}
+
 }  // namespace sparsestep

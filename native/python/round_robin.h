@@ -257,6 +257,17 @@ void run_unpack(nb::object buffer, nb::object sizes, int64_t own, nb::object beg
     unpack_messages(from, of.world, own, at, split, kept_split);
 }
 
+void run_copy_pieces(nb::object from, nb::object to, nb::object sources, nb::object targets,
+                     nb::object sizes) {
+    const int64_t count = numel(sizes);
+    if (numel(sources) != count || numel(targets) != count ||
+        !copy_pieces(static_cast<const char*>(address(from)), numel(from),
+                     static_cast<char*>(address(to)), numel(to), integers(sources),
+                     integers(targets), integers(sizes), count)) {
+        throw nb::value_error("sparsestep: no such pieces");
+    }
+}
+
 // Rows of float32 and their codes; the number of rows.
 int64_t coded_rows(int format, nb::handle values, int64_t dim, nb::handle codes) {
     const int64_t count = dim > 0 ? numel(values) / dim : 0;
@@ -304,6 +315,9 @@ void bind_round_robin(nb::module_& module) {
                "Write rows in fewer bytes, 0: bf16, 1: int8; with a seed, rounded at random.");
     module.def("decode_rows", &run_decode, nb::arg("format"), nb::arg("codes"), nb::arg("dim"),
                nb::arg("values"), "The reverse.");
+    module.def("copy_pieces", &run_copy_pieces, nb::arg("source"), nb::arg("target"),
+               nb::arg("sources"), nb::arg("targets"), nb::arg("sizes"),
+               "Copy pieces of a buffer of bytes to another.");
     module.def("request_rows", &run_request_rows, nb::arg("tables"), nb::arg("world"),
                nb::arg("counts"),
                "The distinct ids of all tables by owner, and the row of each id; None where "

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import sparsestep
-from tests.distributed.runs import PLAN, Net, net_batch, said
+from tests.distributed.runs import PLAN, Case, Net, net_batch, said, sharded, trained
 from tests.ranks import Rank, ranks
+from tests.table import same_bits
 
 PAGE = Path(__file__).parents[2] / "docs" / "several-machines.md"
 COLLECTIVES = ("all_to_all_single", "all_gather", "all_reduce", "broadcast", "all_gather_object")
@@ -103,3 +104,30 @@ def test_a_rank_that_cannot_compute_its_norm_lets_no_other_wait(rank: Rank):
         sparsestep.clip_grad_norm_(params, 1.0, float("inf")),
         sparsestep.clip_grad_norm_(params, 1.0, float("inf")),
     )
+
+
+@ranks(8)
+def test_one_rank_of_each_host_exchanges_for_all_of_them(rank: Rank):
+    """The same bits as with a connection to every rank, and an error is one on all ranks."""
+    cases = [Case("rows"), Case("tables", clip=0.5), Case("copy", order="fast", reduce="mean")]
+    expected = [trained(case, rank.index, rank.world) for case in cases]
+    for hosts in ("aaaabbbb", "abcabcaa", "aaaaaaaa"):
+        rank.monkeypatch.setenv("GROUP_RANK", hosts[rank.index])
+        for case, other in zip(cases, expected, strict=True):
+            found = trained(case, rank.index, rank.world, topology="hosts")
+            assert found.keys() == other.keys()
+            for name, value in found.items():
+                assert str(value) == str(other[name]) if name == "norms" else True
+                if isinstance(value, torch.Tensor):
+                    assert same_bits(value, other[name]), (hosts, name)
+    rank.monkeypatch.setenv("GROUP_RANK", str(rank.index // 4))
+    table = torch.nn.Embedding(9, 2)
+    sparsestep.distributed.shard(table, plan="rows", topology="hosts")
+    text = said(lambda: table(torch.tensor([1, 99 if rank.is_last else 2])))
+    assert ("ids must be in" if rank.is_last else "rank 7, which looks up") in text
+    ids = [torch.tensor([rank.index, step]) for step in range(4 - rank.index % 2)]
+    for batch in sparsestep.distributed.lockstep(ids, prefetch=1):
+        table(batch).sum().backward()
+    text = said(lambda: sharded("rows", topology="flat" if rank.is_last else "hosts"))
+    assert "topology: hosts on rank 0, flat on rank 7" in text
+    assert "must be flat or hosts" in said(lambda: sharded("rows", topology="ring"))

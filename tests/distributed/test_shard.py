@@ -7,17 +7,13 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import sparsestep
-from sparsestep.distributed import lockstep
 from sparsestep.distributed.placement import ByRow, ByTable
 from tests.distributed.runs import (
     LOW_PRECISION,

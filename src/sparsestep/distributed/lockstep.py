@@ -8,7 +8,6 @@ finds its ids already sent. A lookup that gets others sends them, and so do all 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import queue
 import threading
 import zlib
@@ -23,7 +22,12 @@ from torch import Tensor
 
 from sparsestep._torch import tree_map_only, version_of
 from sparsestep.distributed._table import NUM_COUNTS
-from sparsestep.distributed.collectives import Collectives, new_group
+from sparsestep.distributed.collectives import (
+    Collectives,
+    HostCollectives,
+    Topology,
+    new_group,
+)
 from sparsestep.distributed.lookup import (
     LookupRequest,
     LookupSizes,
@@ -173,7 +177,7 @@ class _Batches:
             raise InputError(f"{requirement}. All ranks stop here.")
 
     def settle(self, states: Sequence[int]) -> Any:
-        """The batch that was fetched, by the states of all ranks; ``_END`` if all are at the end."""
+        """The batch that was fetched; ``_END`` if all ranks are at the end."""
         self.raise_errors(states)
         batch = self._fetched
         if LoaderState.BATCH not in states:
@@ -336,10 +340,10 @@ class PrefetchTask:
                 request.table.prefetch(each.ids)
         found: list[TableRequests | None] = []
         begin = 0
-        for n, each in enumerate(requests):
-            end = begin + len(each)
+        for n, of_call in enumerate(requests):
+            end, number = begin + len(of_call), self._first + n
             reply_bytes = incoming.reply[:, begin:end].contiguous()
-            found.append(TableRequests(each, self._first + n, received[begin:end], reply_bytes))
+            found.append(TableRequests(of_call, number, received[begin:end], reply_bytes))
             begin = end
         return found
 
@@ -366,9 +370,13 @@ class PrefetchTask:
 class Background:
     """A thread with a process group of its own, in which tasks run in the order of all ranks."""
 
-    def __init__(self, world: Any) -> None:
+    def __init__(self, world: Any, topology: Topology) -> None:
         self.world = world  # the default group
-        self.collectives = Collectives(new_group("gloo"))
+        self.topology = topology
+        is_flat = topology == "flat"
+        self.collectives: Collectives = (
+            Collectives(new_group("gloo")) if is_flat else HostCollectives(world, "gloo")
+        )
         self._tasks: queue.SimpleQueue[PrefetchTask | None] = queue.SimpleQueue()
         # A daemon: if other ranks are gone, it may be waiting for them.
         thread = threading.Thread(target=self._run_tasks, name="sparsestep-ids", daemon=True)
@@ -384,16 +392,24 @@ class Background:
 
 
 _backgrounds: list[Background] = []  # at most one
+_topology: list[Topology] = ["flat"]
+
+
+def set_topology(topology: Topology) -> None:
+    """Send ids as the tables that were sharded last; all ranks do."""
+    _topology[:] = [topology]
 
 
 def _background() -> Background:
     """The thread of all loops: connections are made once."""
+    world, topology = dist.group.WORLD, _topology[0]
     if _backgrounds:
         found = _backgrounds[0]
-        if found.world is dist.group.WORLD and not found.collectives.is_lost:
+        is_same = found.world is world and found.topology == topology
+        if is_same and not found.collectives.is_lost:
             return found
         _backgrounds.pop().submit(None)
-    _backgrounds.append(Background(dist.group.WORLD))
+    _backgrounds.append(Background(world, topology))
     return _backgrounds[0]
 
 

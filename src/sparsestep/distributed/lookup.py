@@ -498,10 +498,8 @@ def sharded_lookup(
             payload, status.payload = Payload(_id_sections(requests), own.request), _IDS
         elif all(each.table.is_plain_read for each in requests):
             early = _serve(requests, incoming, needs_grad=True)
-            payload, status.payload = (
-                Payload(_row_sections(incoming, early, requests), reply_bytes),
-                _ROWS,
-            )
+            sections = _row_sections(incoming, early, requests)
+            payload, status.payload = Payload(sections, reply_bytes), _ROWS
         status.max_bytes = int(own.request.sum(1).max())
         status.max_reply_bytes = int(own.reply.sum(1).max())
         status.num_tables, status.value = len(requests), int(torch.is_grad_enabled())
@@ -509,7 +507,7 @@ def sharded_lookup(
     theirs = certain(partial(_peer_sizes, requests, peers))
     payloads = set(peers["payload"]) if peers.messages is not None else set()
     needs_grad = any(peers["value"])
-    read: Callable[[], Sequence[IncomingLookup | None]] = lambda: incoming
+    read: Callable[[], Sequence[IncomingLookup | None]] = partial(list, incoming)
     sizes, max_bytes = (theirs.reply, own.reply), max(peers["max_reply_bytes"])
     if not status.prefetched or set(peers["prefetched"]) != {status.prefetched}:
         early, sizes, max_bytes = [], (own.request, theirs.request), max(peers["max_bytes"])
@@ -520,7 +518,8 @@ def sharded_lookup(
         else:
             read = exchange_ids(group.collectives, requests, own, theirs, max_bytes)
         payloads.clear()
-    group.expect(*certain(lambda: [each.sum(1) for each in sizes]), max_bytes)
+    sent, received = certain(lambda: [each.sum(1) for each in sizes])
+    group.expect(sent, received, max_bytes)
     handles = [
         LookupHandle(
             group.sequence + n, r.table, r.num_bags, r.bags_per_rank, r.is_partial, r.inverse
@@ -658,7 +657,8 @@ class _ShardedLookupFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.handles = handles
         # Autograd forbids in-place writes to views that a custom Function returns.
-        return tuple(each.detach() if each._is_view() else each for each in rows)
+        pairs = zip(handles, rows, strict=True)
+        return tuple(each.detach() if handle.inverse is None else each for handle, each in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

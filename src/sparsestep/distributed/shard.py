@@ -19,9 +19,15 @@ from sparsestep._process import uninterrupted
 from sparsestep._torch import ignored_by_ddp, own_parameters
 from sparsestep.distributed._handshake import compare_facts
 from sparsestep.distributed._table import Reduction, ShardedTable, SumOrder, TableGroup
-from sparsestep.distributed.collectives import Caught, Collectives, new_group
+from sparsestep.distributed.collectives import (
+    Caught,
+    Collectives,
+    HostCollectives,
+    Topology,
+    new_group,
+)
 from sparsestep.distributed.grads import ShardedGradSource
-from sparsestep.distributed.lockstep import take_prefetched
+from sparsestep.distributed.lockstep import set_topology, take_prefetched
 from sparsestep.distributed.lookup import (
     LookupRequest,
     TableRequests,
@@ -57,6 +63,7 @@ _OPTIONS = (
     "combine",
     "seed",
 )
+_SAME_ARGUMENTS = "shard: all ranks must shard the same tables with the same arguments"
 _REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 
 
@@ -176,6 +183,7 @@ def shard(
     reduce: Reduction | Mapping[str, Reduction] = "mean",
     order: SumOrder = "fast",
     wire: WireFormat | None = None,
+    topology: Topology = "flat",
 ) -> Plan:
     """Shard the tables of a model across the ranks of a process group.
 
@@ -211,6 +219,8 @@ def shard(
             ``"bf16"``, two bytes per element, or as ``"int8"``, one byte per element and four per
             row. Rows are rounded to the nearest, gradients at random, so that they are right on
             average. Tables and their state stay as they are.
+        topology: ``"flat"``, every rank has a connection to every other; or ``"hosts"``, one rank
+            of each host exchanges for all of them, with fewer connections and the same results.
 
     Returns:
         The plan. Print it to see where each table is, and why.
@@ -230,21 +240,27 @@ def shard(
         >>> optimizer.step()
     """
     # A rank that stops in the middle of an exchange keeps the others waiting.
-    return uninterrupted(partial(_shard_together, model, mesh, plan, reduce, order, wire))
+    arguments = model, mesh, plan, reduce, order, wire, topology
+    return uninterrupted(partial(_shard_together, *arguments))
 
 
 def _shard_together(
-    model: nn.Module, mesh: DeviceMesh | None, plan: Any, reduce: Any, order: Any, wire: Any
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    plan: Any,
+    reduce: Any,
+    order: Any,
+    wire: Any,
+    topology: Any,
 ) -> Plan:
-    collectives = Collectives(_process_group(mesh))
+    collectives = _new_collectives(mesh, topology)
     sharding: _Sharding | None = None
     facts: dict[str, str] = {}
     with Caught() as caught:
         sharding = _Sharding(model, collectives, plan, reduce, order, wire)
         facts = sharding.facts()
-    requirement = "shard: all ranks must shard the same tables with the same arguments"
     try:
-        compare_facts(collectives, facts, requirement, caught.error)
+        compare_facts(collectives, facts, _SAME_ARGUMENTS, caught.error)
     except BaseException:
         for table in () if sharding is None else sharding.tables:
             table.discard()
@@ -359,12 +375,34 @@ class _Sharding:
         certain(partial(_exclude_from_ddp, self._model, self.tables))
 
 
+def _new_collectives(mesh: DeviceMesh | None, topology: Any) -> Collectives:
+    """Those of a mesh, or of a separate group: our exchanges and DDP's do not wait for each other.
+
+    All ranks raise if they pass different topologies, which make different groups.
+    """
+    error: InputError | None = None
+    if not isinstance(topology, str) or topology not in ("flat", "hosts"):
+        error = InputError(message("shard: topology must be flat or hosts", repr(topology)))
+    group = _process_group(mesh)
+    if group is None:
+        if error is not None:
+            raise error
+        return Collectives(None)
+    if topology == "hosts" and dist.get_world_size(group) < dist.get_world_size():
+        requirement = "shard: topology='hosts' is for all ranks"
+        error = InputError(message(requirement, "a mesh of some", "Use topology='flat'"))
+    compare_facts(Collectives(group), {"topology": str(topology)}, _SAME_ARGUMENTS, error)
+    set_topology(topology)
+    if topology == "hosts":
+        return HostCollectives(group)
+    return Collectives(new_group() if mesh is None else group)
+
+
 def _process_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """A separate group, so that our exchanges and DDP's do not wait for each other."""
+    """The group of a mesh, or the default one."""
     if mesh is None:
-        if not dist.is_available() or not dist.is_initialized():
-            return None
-        return new_group()
+        is_initialized = dist.is_available() and dist.is_initialized()
+        return dist.group.WORLD if is_initialized else None
     if not hasattr(mesh, "get_group"):
         requirement = "shard: mesh must be a torch.distributed.device_mesh.DeviceMesh"
         raise InputError(message(requirement, f"a {type(mesh).__name__}"))
