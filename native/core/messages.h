@@ -21,15 +21,17 @@ struct SectionSizes {
     int64_t at(int64_t process, int64_t section) const {
         return data[process * sections + section];
     }
-    // The sum over all processes; -1 where a size is no size.
-    int64_t total(int64_t section) const {
-        int64_t sum = 0;
+    // The sum over all processes of each section; -1 where a size is no size.
+    std::vector<int64_t> totals() const {
+        std::vector<int64_t> sums(static_cast<size_t>(sections), 0);
         for (int64_t process = 0; process < world; ++process) {
-            const int64_t size = at(process, section);
-            if (size < 0 || size > INT64_MAX - sum) return -1;
-            sum += size;
+            for (int64_t section = 0; section < sections; ++section) {
+                const int64_t size = at(process, section);
+                int64_t& sum = sums[size_t(section)];
+                sum = sum < 0 || size < 0 || size > INT64_MAX - sum ? -1 : sum + size;
+            }
         }
-        return sum;
+        return sums;
     }
 };
 
@@ -38,13 +40,14 @@ struct SectionSizes {
 class SectionSplit {
 public:
     SectionSplit(const std::vector<Section>& sections, const SectionSizes& sizes)
-        : sections_(sections), sizes_(sizes), begins_(sections.size(), 0) {
-        for (int64_t s = 0; s < sizes.sections; ++s) {
-            const int64_t total = sizes.total(s), bytes = sections[size_t(s)].bytes;
-            is_whole_.push_back(total != bytes);
+        : sections_(sections), sizes_(sizes) {
+        const std::vector<int64_t> totals = sizes.totals();
+        for (size_t s = 0; s < totals.size(); ++s) {
+            const int64_t total = totals[s], bytes = sections[s].bytes;
             if (total < 0) is_valid_ = false;
+            if (total != 0) used_.push_back({s, 0, total != bytes});
             if (total == bytes) continue;
-            for (int64_t p = 0; p < sizes.world; ++p) is_valid_ &= sizes.at(p, s) == bytes;
+            for (int64_t p = 0; p < sizes.world; ++p) is_valid_ &= sizes.at(p, int64_t(s)) == bytes;
         }
     }
 
@@ -53,18 +56,24 @@ public:
     // Processes have to be visited in their order.
     template <class Visit>
     void for_each_section(int64_t process, const Visit& visit) {
-        for (size_t s = 0; s < sections_.size(); ++s) {
-            const int64_t size = sizes_.at(process, int64_t(s));
-            if (size) visit(s, sections_[s].data + begins_[s], size_t(size));
-            if (!is_whole_[s]) begins_[s] += size;
+        for (Used& each : used_) {
+            const int64_t size = sizes_.at(process, int64_t(each.section));
+            if (size) visit(each.section, sections_[each.section].data + each.begin, size_t(size));
+            if (!each.is_whole) each.begin += size;
         }
     }
 
 private:
+    // A section that is not empty, and where what the next process gets begins.
+    struct Used {
+        size_t section;
+        int64_t begin;
+        bool is_whole;
+    };
+
     const std::vector<Section>& sections_;
     const SectionSizes sizes_;
-    std::vector<int64_t> begins_;
-    std::vector<bool> is_whole_;
+    std::vector<Used> used_;
     bool is_valid_ = true;
 };
 

@@ -248,8 +248,9 @@ void run_unpack(nb::object buffer, nb::object sizes, int64_t own, nb::object beg
     bool fits = own >= -1 && own < of.world && sent.world == of.world &&
                 sections.size() == kept.size() && split.is_valid() && kept_split.is_valid() &&
                 fits_buffer(of, at, own, numel(buffer));
+    const std::vector<int64_t> totals = of.totals();
     for (size_t s = 0; s < sections.size() && fits; ++s) {
-        fits = of.total(int64_t(s)) == sections[s].bytes &&
+        fits = totals[s] == sections[s].bytes &&
                (own < 0 || of.at(own, int64_t(s)) == sent.at(own, int64_t(s)));
     }
     if (!fits) throw nb::value_error("sparsestep: no such messages");

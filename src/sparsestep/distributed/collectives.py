@@ -128,8 +128,9 @@ class Messages:
                 for section, dtype in zip(self.own, dtypes, strict=True)
             ]
         totals = self.sizes.sum(0).tolist()
+        empty = {dtype: torch.empty(0, dtype=dtype) for dtype in set(dtypes)}
         found = [
-            torch.empty(total // dtype.itemsize, dtype=dtype)
+            torch.empty(total // dtype.itemsize, dtype=dtype) if total else empty[dtype]
             for total, dtype in zip(totals, dtypes, strict=True)
         ]
         unpack(self, found)

@@ -103,7 +103,9 @@ class ShardedGradSource(TableGroup):
         sizes = none, none
         if any(peers["value"]):
             announced = _all_headers(self, peers, headers)
-            mine = certain(lambda: outgoing.payload(list(announced.served), world_size))
+            mine = payload
+            if mine is None or list(announced.served) != sorted(outgoing.numbers()):
+                mine = certain(lambda: outgoing.payload(list(announced.served), world_size))
             sizes = certain(lambda: (mine.sizes.sum(1), announced.sizes.sum(1)))
             if peers.messages is not None and all(peers["payload"]):
                 messages = peers.messages(mine, announced.sizes)
@@ -380,6 +382,9 @@ def _received_grads(
 ) -> dict[int, list[IndexedGrad]]:
     found: dict[int, list[IndexedGrad]] = {}
     for each in received:
+        if not each.served.table.has_rows:
+            found.setdefault(each.served.table.index, [])
+            continue
         if group.collectives.world_size > 1 and each.served.table.reduce == "mean":
             each.values.div_(group.collectives.world_size)
         merge = _owner_grad if each.served.grad_fn is not None else _merge_replicated
@@ -392,8 +397,6 @@ def _owner_grad(received: ReceivedGrad) -> Sequence[IndexedGrad]:
     served, values, is_present = received.served, received.values, received.is_present
     table, bags_per_rank = served.table, served.bags_per_rank
     assert served.grad_fn is not None
-    if not table.has_rows:
-        return []
     if is_present is None:
         return served.grad_fn(values.view(-1, table.dim))
     # A rank whose loss does not use this lookup contributes no entries, not even zeros.
