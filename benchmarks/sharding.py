@@ -32,7 +32,7 @@ import sparsestep
 from benchmarks.harness.contestants import import_peer
 
 TABLES, ROWS, DIM, BATCH = 8, 100_000, 64, 2_048
-SMALL = 26, 1_000, 16, 256  # of many tables and few samples, where what a table costs matters
+MANY = 26, 100_000, 16, 256  # many tables and few samples: most of a step is what a table costs
 WARM = 5  # steps of each that do not count
 Step = Callable[[Sequence[Tensor]], None]
 
@@ -98,7 +98,8 @@ def theirs() -> Step:
 
 def torchrecs(kind: str) -> Step:
     """TorchRec's, of the tables here."""
-    return torchrec_step(kind, [(ROWS, DIM)] * TABLES, BATCH)
+    step: Step = torchrec_step(kind, [(ROWS, DIM)] * TABLES, BATCH)
+    return step
 
 
 def torchrec_step(kind: str, sizes: Sequence[tuple[int, int]], batch: int) -> Any:
@@ -163,8 +164,16 @@ def contestants() -> dict[str, Step]:
     return racers
 
 
-def run_rank(rank: int, world: int, meeting: str, length: int, rounds: int) -> None:
+def use_many_tables() -> None:
+    """The shape of ``--many`` from now on."""
+    global TABLES, ROWS, DIM, BATCH
+    TABLES, ROWS, DIM, BATCH = MANY
+
+
+def run_rank(rank: int, world: int, meeting: str, length: int, rounds: int, is_many: bool) -> None:
     torch.set_num_threads(1)
+    if is_many:
+        use_many_tables()
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
     racers = contestants()
     draw = torch.Generator().manual_seed(rank)
@@ -204,13 +213,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="how many processes")
     parser.add_argument("--rounds", type=int, default=30, help="how many steps of each")
+    parser.add_argument("--many", action="store_true", help="26 small tables, small batches")
     parser.add_argument("--ids", type=int, nargs="+", default=[1, 20], help="ids in a bag")
     options = parser.parse_args(arguments)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     start = multiprocessing.get_context("spawn").Process
     for length in options.ids:
         with tempfile.TemporaryDirectory() as folder:
-            several = (options.ranks, f"file://{folder}/meeting", length, options.rounds)
+            meeting = f"file://{folder}/meeting"
+            several = (options.ranks, meeting, length, options.rounds, options.many)
             ranks = [start(target=run_rank, args=(r, *several)) for r in range(options.ranks)]
             for each in ranks:
                 each.start()

@@ -100,7 +100,7 @@ class SimulatedRanks:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Replace torch's collectives."""
-        ours = {
+        ours: dict[str, Callable[..., Any]] = {
             "all_to_all_single": self.all_to_all_single,
             "all_gather": self.all_gather,
             "all_gather_object": self.all_gather_object,
@@ -141,7 +141,8 @@ def ours(ranks: int, tables: int, plan: Any) -> Step:
 
 def torchrecs(ranks: int, tables: int, plan: str) -> Step:
     """The same in TorchRec."""
-    return sharding.torchrec_step(plan, [(max(1000, 20 * ranks), DIM)] * tables, BATCH)
+    step: Step = sharding.torchrec_step(plan, [(max(1000, 20 * ranks), DIM)] * tables, BATCH)
+    return step
 
 
 def measure(make: Callable[..., Step], ranks: int, tables: int, plan: Any, seconds: float) -> Any:

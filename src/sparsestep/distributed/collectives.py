@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -433,11 +433,13 @@ class HostCollectives(Collectives):
     host. Messages to other hosts go to the first rank, to that of the other host, and on from it.
     """
 
-    def __init__(self, group: ProcessGroup, backend: str | None = None) -> None:
+    def __init__(
+        self, group: ProcessGroup, names: Sequence[str], backend: str | None = None
+    ) -> None:
+        """``names`` are those of the hosts of all ranks."""
         super().__init__(group)
+        self.names = names
         ranks = dist.get_process_group_ranks(group)
-        names: list[Any] = [None] * self.world_size
-        dist.all_gather_object(names, _host_name(), group=group)
         hosts = [
             [rank for rank, other in enumerate(names) if other == name]
             for name in dict.fromkeys(names)
@@ -550,7 +552,7 @@ class HostCollectives(Collectives):
         return found
 
 
-def _host_name() -> str:
+def host_name() -> str:
     """The host as torchrun numbers it, or its name."""
     return os.environ.get("GROUP_RANK", "") + "@" + socket.gethostname()
 

@@ -25,7 +25,6 @@ from sparsestep.distributed._table import NUM_COUNTS
 from sparsestep.distributed.collectives import (
     Collectives,
     HostCollectives,
-    Topology,
     new_group,
 )
 from sparsestep.distributed.lookup import (
@@ -115,10 +114,11 @@ def _with_prefetch(loader: Iterator[Batch]) -> Iterator[Batch]:
     """Yield batches; meanwhile, ids of the next one are sent, and who has the one after it."""
     batches, prefetcher = _Batches(loader), IdPrefetcher()
     with prefetcher:
-        batch = batches.settle(_all_gather_states(batches.fetch()))
+        batch = batches.settle(prefetcher.submit(None, batches.fetch()).states.result())
         following = _END
         if batch is not _END:
-            following = batches.settle(_all_gather_states(batches.fetch([batch])))
+            first = prefetcher.submit(None, batches.fetch([batch]))
+            following = batches.settle(first.states.result())
         task: PrefetchTask | None = None
         is_first = True
         while batch is not _END:
@@ -224,6 +224,10 @@ def _all_gather_states(state: int) -> list[int]:
     """The states of all ranks, by a collective that takes as long for many ranks as for two."""
     if not _is_multi_rank():
         return [state]
+    if _hosts:
+        task = PrefetchTask([], [], 0, state)
+        _background().submit(task)
+        return task.states.result()
     mine = torch.full((dist.get_world_size(),), state)
     states = torch.empty_like(mine)
     dist.all_to_all_single(states, mine)
@@ -370,12 +374,11 @@ class PrefetchTask:
 class Background:
     """A thread with a process group of its own, in which tasks run in the order of all ranks."""
 
-    def __init__(self, world: Any, topology: Topology) -> None:
+    def __init__(self, world: Any, hosts: Sequence[str]) -> None:
         self.world = world  # the default group
-        self.topology = topology
-        is_flat = topology == "flat"
+        self.hosts = hosts
         self.collectives: Collectives = (
-            Collectives(new_group("gloo")) if is_flat else HostCollectives(world, "gloo")
+            HostCollectives(world, hosts, "gloo") if hosts else Collectives(new_group("gloo"))
         )
         self._tasks: queue.SimpleQueue[PrefetchTask | None] = queue.SimpleQueue()
         # A daemon: if other ranks are gone, it may be waiting for them.
@@ -392,24 +395,24 @@ class Background:
 
 
 _backgrounds: list[Background] = []  # at most one
-_topology: list[Topology] = ["flat"]
+_hosts: list[str] = []
 
 
-def set_topology(topology: Topology) -> None:
-    """Send ids as the tables that were sharded last; all ranks do."""
-    _topology[:] = [topology]
+def use_hosts(names: Sequence[str]) -> None:
+    """Exchange as the tables that were sharded last: by the hosts of all ranks, or without any."""
+    _hosts[:] = names
 
 
 def _background() -> Background:
     """The thread of all loops: connections are made once."""
-    world, topology = dist.group.WORLD, _topology[0]
+    world = dist.group.WORLD
     if _backgrounds:
         found = _backgrounds[0]
-        is_same = found.world is world and found.topology == topology
+        is_same = found.world is world and found.hosts == _hosts
         if is_same and not found.collectives.is_lost:
             return found
         _backgrounds.pop().submit(None)
-    _backgrounds.append(Background(world, topology))
+    _backgrounds.append(Background(world, list(_hosts)))
     return _backgrounds[0]
 
 

@@ -24,10 +24,11 @@ from sparsestep.distributed.collectives import (
     Collectives,
     HostCollectives,
     Topology,
+    host_name,
     new_group,
 )
 from sparsestep.distributed.grads import ShardedGradSource
-from sparsestep.distributed.lockstep import set_topology, take_prefetched
+from sparsestep.distributed.lockstep import take_prefetched, use_hosts
 from sparsestep.distributed.lookup import (
     LookupRequest,
     TableRequests,
@@ -391,10 +392,18 @@ def _new_collectives(mesh: DeviceMesh | None, topology: Any) -> Collectives:
     if topology == "hosts" and dist.get_world_size(group) < dist.get_world_size():
         requirement = "shard: topology='hosts' is for all ranks"
         error = InputError(message(requirement, "a mesh of some", "Use topology='flat'"))
-    compare_facts(Collectives(group), {"topology": str(topology)}, _SAME_ARGUMENTS, error)
-    set_topology(topology)
-    if topology == "hosts":
-        return HostCollectives(group)
+    others: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(others, (str(topology), host_name()), group=group)
+    if error is not None:
+        raise error
+    for rank, (other, _) in enumerate(others):
+        if other != others[0][0]:
+            got = f"topology: {others[0][0]} on rank 0, {other} on rank {rank}"
+            raise InputError(message(_SAME_ARGUMENTS, got, "Nothing has changed on any rank"))
+    hosts = [host for _, host in others] if topology == "hosts" else []
+    use_hosts(hosts)
+    if hosts:
+        return HostCollectives(group, hosts)
     return Collectives(new_group() if mesh is None else group)
 
 
