@@ -130,12 +130,11 @@ define INSTALL  # extras, options of CMake, a variable for the environment
 	@test -x $(BIN)/python || $(PHASE) "[1/3] virtual environment" $(PYTHON) -m venv $(VENV)
 	@sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
 	@$(PHASE) "[1/3] torch and build tools" $(PIP) torch $(BUILD_TOOLS)
-	@$(PHASE) "[2/3] $(if $(3),no C++ compiler found$(,) installing without the native core,compiling)" \
+	@$(PHASE) "[2/3] $(if $(3),no C++ compiler found: pure Python,compiling)" \
 		env $(3) $(PIP) -v --no-build-isolation --config-settings=build-dir=build/$(notdir $(VENV))/{wheel_tag} \
 		$(addprefix --config-settings=cmake.define.SPARSESTEP_,$(2)) -e ".[$(1)]"
 	@touch $@
 endef
-, := ,
 DEV := cli,dev
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(NATIVE) $(wildcard src/sparsestep/*/__init__.py)
 

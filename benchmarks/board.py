@@ -28,6 +28,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 
 from benchmarks.harness.results import header
 from docs.theme import FAINT, INK, OURS, TORCH, WIDTH, framed, save
@@ -230,21 +231,30 @@ def draw(axes: Axes, result: Result) -> None:
     axes.set_xlabel("seconds of CPU", color=FAINT)
     axes.spines["bottom"].set_visible(True)
     axes.spines["bottom"].set_color(FAINT)
-    corner: Any = "lower right" if result["higher_is_better"] else "center right"
-    axes.legend(frameon=False, loc=corner, fontsize=9, labelcolor=INK)
+    place = axes.transAxes + ScaledTranslation(0, -0.42, axes.figure.dpi_scale_trans)  # inches
+    axes.legend(
+        frameon=False,
+        loc="upper center",
+        bbox_to_anchor=(0.45, 0),
+        bbox_transform=place,
+        ncols=2,
+        columnspacing=1.2,
+        fontsize=9,
+        labelcolor=INK,
+    )
 
 
 def draw_all(results: Sequence[Result], folder: Path) -> None:
     """A picture for each example, and one with all of them."""
     for result in results:
         caption = f"{result['metric']} against seconds, {result['data']}; one thread, taking turns"
-        axes = framed(title(result), caption, height=2.6, left=0.75, bottom=0.55)
+        axes = framed(title(result), caption, height=2.6, left=0.75, bottom=0.95)
         draw(axes, result)
         save(axes, folder / f"{result['example'].replace('_', '-')}.svg")
-    height = 3.4 * len(results)
+    height = 3.8 * len(results)
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
-    figure.subplots_adjust(left=0.14, right=0.96, top=1 - 0.4 / height, bottom=0.5 / height)
-    figure.subplots_adjust(hspace=0.55)
+    figure.subplots_adjust(left=0.14, right=0.96, top=1 - 0.4 / height, bottom=0.95 / height)
+    figure.subplots_adjust(hspace=0.6)
     panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
     for axes, result in zip(panels, results, strict=True):
         axes.set_facecolor("white")

@@ -205,7 +205,7 @@ def touch_all(optimizer: torch.optim.Optimizer, table: torch.nn.Parameter, value
         table.grad = coo_grad(table, rows, values[: len(rows)])
         optimizer.step()
     if isinstance(optimizer, RuleOptimizer):
-        optimizer.move_to_huge_pages()
+        optimizer.store.huge_pages.move_all()
 
 
 def coo_grad(table: Tensor, rows: Tensor, values: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class BagTraining:
         self._ids = self._sets[number]
         self._rounds += 1
         if self._rounds == 3 and isinstance(self._optimizer, RuleOptimizer):
-            self._optimizer.move_to_huge_pages()
+            self._optimizer.store.huge_pages.move_all()
 
     def step(self) -> None:
         """Forward, backward, update."""
@@ -94,7 +94,7 @@ class BagLimit:
         )
         for _ in range(2):
             optimizer.step()
-        optimizer.move_to_huge_pages()
+        optimizer.store.huge_pages.move_all()
         [group] = optimizer.param_groups
         made = optimizer.rule_for(group)
         self._options = made.pack_hyperparams(optimizer.settings(0).hyperparams)

@@ -65,7 +65,7 @@ def ours(kind: str | None, rule: Any = sparsestep.SparseAdam) -> Step:
         torch.autograd.backward(found, [torch.ones_like(rows) for rows in found])
         optimizer.step()
         if next(steps) == WARM - 2:
-            optimizer.move_to_huge_pages()  # which a long training gets in time
+            optimizer.store.huge_pages.move_all()  # which a long training gets in time
 
     return step
 

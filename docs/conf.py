@@ -9,6 +9,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "_extensions"), str(HERE)]
 
 from inventories import write_inventories  # noqa: E402
+from sphinx.pycode import ModuleAnalyzer  # noqa: E402
 
 import sparsestep  # noqa: E402
 
@@ -52,6 +53,11 @@ napoleon_use_ivar = True
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
+
+# Its overloads are for type checkers.
+_fuse = ModuleAnalyzer.for_module("sparsestep.nn.fuse")
+_fuse.analyze()
+del _fuse.overloads["optimizer_for"]
 
 # Torch's and Python's names lead to their documentation; the inventories are written here.
 intersphinx_mapping = write_inventories(HERE / "_build" / "inventories")

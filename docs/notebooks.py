@@ -13,11 +13,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def notebook(command: list[str], printed: str) -> dict[str, Any]:
     """Return an example, with its arguments and what it prints, in Jupyter's format 4.
 
-    Other examples that it imports have cells of their own. ``%run`` runs it as a program, so its
-    names can be used in further cells.
+    The packages that its docstring names are installed. Other examples that it imports have cells
+    of their own. ``%run`` runs it as a program, so its names can be used in further cells.
     """
     name = command[0]
     about = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""
+    needed = ["sparsestep", *re.findall(r"``pip install ([^`]+)``", about)]
     output = {"output_type": "stream", "name": "stdout", "text": printed}
     return {
         "nbformat": 4,
@@ -25,7 +26,7 @@ def notebook(command: list[str], printed: str) -> dict[str, Any]:
         "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3"}},
         "cells": [
             {"cell_type": "markdown", "metadata": {}, "source": about},
-            _code("%pip install sparsestep"),
+            _code("\n".join(f"%pip install {each}" for each in needed)),
             *(
                 _code(f"%%writefile {each}\n{(EXAMPLES / each).read_text()}")
                 for each in _files(name)

@@ -58,12 +58,12 @@ def draw_training(path: Path, found: dict[str, Any]) -> None:
         end = (run["seconds"][-1], run["losses"][-1])
         axes.plot(*end, "o", color=color, markersize=6)
         look = {"color": color, "fontweight": "bold", "fontsize": TEXT, "va": "center"}
-        lift = 34 if color == TORCH else -14
-        place = {"xytext": (0, lift), "textcoords": "offset points", "ha": "right"}
+        lift, side = (34, "right") if color == TORCH else (-14, "center")
+        place = {"xytext": (0, lift), "textcoords": "offset points", "ha": side}
         axes.annotate(f"{run['name']}, {end[0]:.0f} s", end, **place, **look)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=1.0)
+    axes.set_ylim(bottom=1.05)
     axes.set_xlabel("seconds", color=FAINT, fontsize=TEXT)
     save(axes, path)
 

@@ -3,7 +3,8 @@
 Plain torch needs two optimizers, SparseAdam for the tables and Adam for the layers. Both models
 start from the same weights and take turns, a few steps each, on the same fresh batches. What is
 shown is how well they tell clicks from the rest on a part that is held out (the AUC: 0.5 is
-guessing, 1 is perfect), and how many examples per second they learn from.
+guessing, 1 is perfect), and how many examples per second they learn from. Needs
+``pip install "sparsestep[cli]"``.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ import sparsestep
 DIM, WINDOW, NEGATIVES, RAREST, FREQUENT = 100, 5, 5, 3, 1e-3
 LEARNING_RATE = 0.004
 HELD_OUT = 20  # one article out of so many
-# Nobody has published a figure for these articles. This is gensim 4.4.0's own Word2Vec with the
+# No figure is published for these articles. This is gensim 4.4.0's own Word2Vec with the
 # same words and options after 20 epochs, the mean of three seeds (0.46 to 0.49; after 5 epochs,
 # 0.17). With so few pairs of words, the standard error of a rank correlation is 0.05.
 REFERENCE, TOLERANCE = {"WordSim-353": 0.475}, 0.05

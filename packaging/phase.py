@@ -10,6 +10,7 @@ Example:
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -41,8 +42,11 @@ def main(title: str, *command: str) -> int:
 
     def show(end: str = "") -> None:
         text = ": ".join(filter(None, (title, state)))
-        elapsed = f" ({time.monotonic() - began:.0f} s)"
-        print(f"\r\033[K{text}{elapsed}" if is_terminal else text, end=end, flush=True)
+        if is_terminal:  # a line that wraps could not be redrawn
+            elapsed = f" ({time.monotonic() - began:.0f} s)"
+            room = shutil.get_terminal_size().columns - 1 - len(elapsed)
+            text = f"\r\033[K{text[:room]}{elapsed}"
+        print(text, end=end, flush=True)
 
     def tick() -> None:
         show()

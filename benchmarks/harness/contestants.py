@@ -181,7 +181,7 @@ class Native(OptimizerContestant):
         self._steps += 1
         if self._steps == _STEPS_UNTIL_STATE_IS_KNOWN:
             assert isinstance(self.optimizer, RuleOptimizer)
-            self.optimizer.move_to_huge_pages()
+            self.optimizer.store.huge_pages.move_all()
 
     def make(self, params: list[Parameter]) -> Optimizer:
         """The class that was asked for."""

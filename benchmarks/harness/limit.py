@@ -167,7 +167,7 @@ def _first_states(optimizer: RuleOptimizer, gradients: list[Gradient]) -> list[l
     group["lr"] = 0.0
     for _ in range(2):
         optimizer.step()
-    optimizer.move_to_huge_pages()
+    optimizer.store.huge_pages.move_all()
     states = tensors(rule, optimizer, params)
     for state, gradient in zip(states, gradients, strict=True):
         for spec, tensor in zip(rule.state, state, strict=True):

@@ -160,9 +160,13 @@ __attribute__((target("avx2"))) void hash_avx2(const Bytes* strings, int64_t cou
     hash_some<4>(strings, count, ids);
 }
 
-__attribute__((target("avx512f,prefer-vector-width=512"))) void hash_avx512(const Bytes* strings,
-                                                                            int64_t count,
-                                                                            int64_t* ids) {
+#if defined(__clang__)  // ignores an attribute with an option that it does not know
+#define SPARSESTEP_AVX512 "avx512f"
+#else
+#define SPARSESTEP_AVX512 "avx512f,prefer-vector-width=512"
+#endif
+__attribute__((target(SPARSESTEP_AVX512))) void hash_avx512(const Bytes* strings, int64_t count,
+                                                            int64_t* ids) {
     hash_some<8>(strings, count, ids);
 }
 

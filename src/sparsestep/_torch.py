@@ -1,6 +1,6 @@
 """Every private name of torch that this library uses, with its purpose and its fallback.
 
-The next release of torch may rename any of them: ``tests/test_torch_internals.py`` says which one.
+The next release of torch may rename any: ``tests/test_torch_internals.py`` says which one.
 Without a fallback, importing sparsestep raises an error if torch lacks the name.
 """
 
@@ -38,7 +38,7 @@ def _private(path: str, use: str, fallback: Any = _MISSING) -> Any:
             return fallback
         raise ImportError(
             f"sparsestep needs {path} to {use}, and torch {torch.__version__} does not have it. "
-            "https://sparsestep.readthedocs.io/torch-releases.html lists the supported releases."
+            "Supported: https://sparsestep.readthedocs.io/en/latest/torch-releases.html"
         ) from None
 
 
@@ -89,7 +89,7 @@ without_torch_function: Callable[[], Any] = _private(
 )
 plain_results: Any = _private(
     "torch._C._disabled_torch_function_impl",
-    "compute plain tensors from those of a subclass, as from a Parameter",
+    "compute plain tensors from a subclass, as from a Parameter",
 )
 tree_map_only: Callable[..., Any] = _private(
     "torch.utils._pytree.tree_map_only",
@@ -234,7 +234,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def own_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-    """The parameters of a module without those of its submodules."""
+    """The parameters of a module, without its submodules."""
     return module._parameters
 
 

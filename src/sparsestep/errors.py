@@ -1,4 +1,4 @@
-"""How messages are phrased: who, what is required, what it got, what to do. Warnings come once."""
+"""Exceptions, warnings, and how messages are phrased: who, requirement, got, remedy."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def first_error(error: BaseException, handled: BaseException | None) -> BaseExce
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise ``MemoryError`` if memory runs out, whatever torch raises."""
+    """Raise ``MemoryError`` if memory runs out; torch raises several exceptions."""
     try:
         yield
     except RuntimeError as error:
@@ -146,7 +146,7 @@ _warned: set[tuple[type[Warning], str]] = set()
 
 
 def warn_once(category: type[Warning], reason: str) -> None:
-    """Warn once per reason, at the user's line, whatever code of ours or torch's lies in between.
+    """Warn once per reason, at the user's line, below frames of this package and of torch.
 
     If a filter turns the warning into an error, it is raised every time.
     """

@@ -297,27 +297,51 @@ def test_a_table_that_is_written_while_rows_are_deferred_warns(in_place: bool):
         train(model, opt, range(6, 7))
 
 
+def created_again(opt: Any, model: Any, how: str) -> Any:
+    options = {k: v for k, v in opt.state_dict()["param_groups"][0].items() if k != "params"}
+    options = opt.defaults if how == "defaults" else options  # PyKEEN takes those of the group
+    return type(opt)(model.parameters(), **options)
+
+
+@pytest.mark.parametrize("how", ["defaults", "group"])
 @pytest.mark.parametrize("guard", [False, True], ids=["tracked", "guarded"])
-def test_an_optimizer_that_is_created_again_before_the_first_step_tracks_the_model(guard: bool):
+def test_an_optimizer_that_is_created_again_before_the_first_step_tracks_the_model(
+    guard: bool, how: str
+):
     model, opt = made(Nested, True)
     expected, other = made(Nested, True)
     for each, its in ((opt, model), (other, expected)):
         each.track(its, guard=guard)
-    options = {k: v for k, v in opt.state_dict()["param_groups"][0].items() if k != "params"}
-    again = type(opt)(model.parameters(), **options)  # as PyKEEN does
+    again = created_again(opt, model, how)
     assert again.semantics == "dense"
     train(model, again, range(9))
     train(expected, other, range(9))
     for one, its in zip(model.state_dict().values(), expected.state_dict().values(), strict=True):
         assert same_bits(one, its)
+    with pytest.warns(sparsestep.StaleWarning):  # the first one is not to be used any more
+        train(model, opt, range(9))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"lr": 1e-3}, {"semantics": "masked"}], ids=["none", "some", "semantics"]
+)
+def test_another_optimizer_of_tracked_parameters_has_its_own_semantics(options: dict[str, Any]):
+    model, opt = tracked(Nested)
+    if "semantics" in options:  # even with all other options of the first one
+        options = {**opt.param_groups[0], **options}
+        del options["params"]
+    with pytest.warns(sparsestep.StaleWarning, match=r"AdamW has semantics='masked'"):
+        another = sparsestep.AdamW(model.parameters(), **options)
+    assert another.semantics == "masked"
+    train(model, opt, range(5))  # still tracked: no warning
 
 
 def test_an_optimizer_of_tracked_parameters_that_lost_its_semantics_warns():
     model, opt = made(Nested, True)
     handle = opt.track(model)
-    train(model, opt, range(1))  # or the next one would replace it
+    train(model, opt, range(1))
     with pytest.warns(sparsestep.StaleWarning, match=r"AdamW has semantics='masked'.*track\(model"):
-        sparsestep.AdamW(model.parameters())  # as PyKEEN makes one of an optimizer's options
+        created_again(opt, model, "group")
     other = sparsestep.SGD([torch.zeros(1)])
     with pytest.raises(sparsestep.StaleWarning):
         other.add_param_group({"params": model.parameters()})

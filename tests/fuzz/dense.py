@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from tests.fuzz.findings import check_close
 from tests.fuzz.operations import switch
 from tests.fuzz.spoiling import spoil
 from tests.fuzz.world import Say, World
+from tests.generate.grads import Drawn
 from tests.generate.params import any_mask, written
 from tests.generate.source import Source
 from tests.oracle import FindingError
@@ -116,10 +117,13 @@ class DenseWorld(World):
                     rows = each.held.reshape(len(param), -1).any(1).nonzero().flatten()
                     self.front.catch_up(param, rows)
         self.give(drawn)
-        for shadow, each in zip(self.shadows, drawn, strict=True):
-            shadow.grad = None if each is None else each.dense.clone()
         self.say("step")
         self.step()
+        self._step_shadow(drawn)
+
+    def _step_shadow(self, drawn: Sequence[Drawn | None]) -> None:
+        for shadow, each in zip(self.shadows, drawn, strict=True):
+            shadow.grad = None if each is None else each.dense.clone()
         self.shadow.step()
 
     def read(self) -> None:
@@ -187,8 +191,10 @@ class DenseWorld(World):
     def spoil(self) -> None:
         spoil(self)
 
-    def check(self, *_: Any) -> None:
-        """Everything brought up to date is where the shadow is."""
+    def check(self, drawn: Sequence[Drawn | None] | None = None, *_: Any) -> None:
+        """Everything brought up to date is where the shadow is, which follows a step of these."""
+        if drawn is not None:
+            self._step_shadow(drawn)
         self.front.catch_up()
         for place, (ours, theirs) in enumerate(zip(self.params, self.shadows, strict=True)):
             self.close(ours, theirs, f"param {place}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
+from tests.generate.garbage import Unusable
 from tests.table import same_bits
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -146,3 +147,27 @@ def test_functional_forms_take_them_too():
         sparsestep.functional.rowwise_adagrad_(param, given, total, lr=0.1, mask=mask)
     assert same_bits(params[0], params[1])
     assert same_bits(state[0][MASK.any(1)], state[1][MASK.any(1)])
+
+
+def test_packed_state_or_options_that_cannot_be_read_are_refused():
+    """State gets another shape in ``state_dict()`` and in a step without a mask."""
+    for cls, name, value in (
+        (sparsestep.Adagrad, "initial_accumulator_value", 0.5),
+        (sparsestep.SGD, "momentum", 0.9),
+    ):
+        param = torch.nn.Parameter(torch.ones(9, 7))
+        opt: Any = cls([param], mask=MASK, **{name: value})
+        group, param.grad = opt.param_groups[0], torch.ones(9, 7)
+        opt.step()
+        for wrong in ("x", torch.ones(2)):
+            group[name] = wrong
+            with pytest.raises(sparsestep.InputError, match=name):
+                opt.state_dict()
+        del group[name]
+        with pytest.raises(sparsestep.InputError, match=name):
+            opt.state_dict()
+        group.update({"mask": None, name: value})
+        (state,) = (key for key in opt.state[param] if key != "step")
+        opt.state[param][state] = Unusable(opt.state[param][state])
+        with pytest.raises(sparsestep.InputError, match="memory"):
+            opt.step()

@@ -58,9 +58,9 @@ def test_rows_that_wait_are_counted():
     for row in range(3):
         table.grad = rows((50, 4), [row])
         optimizer.step()
-    assert [each.rows_behind for each in optimizer.explain()] == [49]
+    assert [each.deferred_rows for each in optimizer.explain()] == [49]
     optimizer.catch_up()
-    assert [each.rows_behind for each in optimizer.explain()] == [0]
+    assert [each.deferred_rows for each in optimizer.explain()] == [0]
 
 
 @pytest.mark.parametrize("kinds", [nn, sparsestep.nn])

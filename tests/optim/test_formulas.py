@@ -122,6 +122,24 @@ def test_gradients_of_all_rows_are_torchs_dense_ones(
         torch.testing.assert_close(mine[key], value, rtol=1e-12, atol=1e-12)
 
 
+def test_torchs_kernel_has_the_numbers_of_the_rule_under_another_default_dtype():
+    """Torch keeps the product of NAdam's momentum in the default dtype."""
+    params = [torch.nn.Parameter(torch.from_numpy(start())) for _ in range(2)]
+    options: list[dict[str, Any]] = [{"foreach": True}, {}]
+    optimizers = [
+        sparsestep.NAdam([param], lr=0.1, **each)
+        for param, each in zip(params, options, strict=True)
+    ]
+    torch.set_default_dtype(torch.float64)
+    try:
+        for param, optimizer in [*zip(params, optimizers, strict=True)] * 3:
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(*params, rtol=1e-13, atol=1e-13)
+
+
 def agree(ours: Tensor, theirs: Table, precision: float) -> bool:
     return np.allclose(ours.detach().numpy(), theirs, rtol=precision, atol=precision)
 

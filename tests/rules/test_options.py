@@ -20,7 +20,7 @@ from sparsestep.optim import FUNCTIONAL, OPTIMIZERS
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
 from sparsestep.rules.options import GROUP_DEFAULTS, OPTIMIZER_OPTIONS
-from tests.generate.garbage import Wrapper
+from tests.generate.garbage import Unusable, Wrapper
 from tests.properties.test_refusals import fresh_state
 from tests.subject import refused
 from tests.table import (
@@ -195,7 +195,7 @@ WRONG: dict[str, list[Any]] = {
     "pair": [
         *(0.9, "0.9", "ab", None, (), (0.9,), (0.9, 0.99, 0.999), {}, {"a": 1, "b": 2}, 1j),
         *((0.9, 1.0), (-0.1, 0.9), (NAN, 0.9), (0.9, INF), ("0.9", "0.99"), (None, None)),
-        *(torch.tensor(0.9), (TWO, TWO), object()),
+        *(torch.tensor(0.9), (TWO, TWO), object(), Unusable(TWO)),
     ],
     "switch": [
         *(Unprintable(), Wrapper(torch.zeros(2)), "yes", "True", None, [], {}, 0.5, 2, NAN, 1j),

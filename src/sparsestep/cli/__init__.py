@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _FAILED
     except OSError as error:
         _discard_output()
-        with contextlib.suppress(OSError):  # stderr may be what cannot be written
+        with contextlib.suppress(OSError):  # stderr may be closed, too
             print(f"sparsestep: cannot continue: {error}.", file=sys.stderr, flush=True)
         return _FAILED
 

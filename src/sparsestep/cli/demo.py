@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     if pairs.shape[1] == 0:
         raise SystemExit(f"sparsestep: no Python source to learn from in {root}.")
     print(
-        f"Learning from the standard library of Python {platform.python_version()}: "
+        f"Corpus: standard library of Python {platform.python_version()}, "
         f"{len(files):,} files, {sum(map(len, files)):,} identifiers.\n"
         f"Two tables of {len(words.words):,} x {options.dim}, threads: {torch.get_num_threads()}.",
         flush=True,
@@ -226,8 +226,7 @@ def draw_figure(path: Path, theirs: TrainingRun, ours: TrainingRun, words: int) 
         spine.set_color("#bbbbbb")
     axes.legend(frameon=False, labelcolor=_INK)
     ratio = sum(theirs.seconds) / sum(ours.seconds)
-    speed = f"{1 / ratio:.1f} times slower" if ratio < 1 else f"{ratio:.1f} times faster"
-    title = f"The same training, {speed}"
+    title = f"The same training, {ratio:.1f} times as fast"
     axes.set_title(title, loc="left", pad=26, fontsize=14, fontweight="bold", color=_INK)
     subtitle = axes.annotate(
         f"Skip-gram vectors of {words:,} identifiers from Python's standard library, "

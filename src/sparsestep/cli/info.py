@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Value]:
-    """What a bug report needs: versions, engine, instruction sets, threads, machine."""
+    """Versions, engine, instruction sets, threads and machine, for a bug report."""
     return {
         "sparsestep": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",

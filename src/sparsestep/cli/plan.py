@@ -100,7 +100,7 @@ class StepCosts:
     def __init__(self, plan: Plan, network: float, latency: float) -> None:
         sent, tables = plan.most_bytes_sent(), len(plan.placements)
         ids = sum(plan.batch * plan.lengths.get(p.name, 1.0) for p in plan.placements)
-        # What one process would do, too.
+        # Work that one process would do, too.
         self.work: float = _CPU_BAG * plan.batch * tables + _CPU_ID * ids
         self.messages: float = (
             _CPU_TABLE * tables
@@ -112,7 +112,7 @@ class StepCosts:
 
 
 def format_costs(costs: StepCosts) -> str:
-    """The time of a step, and what it is spent on."""
+    """The time of a step, by its parts."""
     return (
         f"CPU of the busiest rank: {costs.work:.1f} ms for lookups and updates, "
         f"{costs.messages:.1f} ms for messages\n"

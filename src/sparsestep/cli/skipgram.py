@@ -94,7 +94,7 @@ class WordCounts:
 
 
 def count_words(files: Iterable[Iterable[str]], size: int) -> WordCounts:
-    """The ``size`` most frequent words of ``files``, or all of them if there are fewer."""
+    """The ``size`` most frequent words of ``files``, or all if there are fewer."""
     counts: Counter[str] = Counter()
     for words in files:
         counts.update(words)
@@ -174,7 +174,7 @@ class TrainingRun:
     name: str
     losses: list[float]  # of every step
     seconds: list[float]  # likewise: drawing the batch, forward, backward and update
-    optimizer_seconds: float  # of these, what all calls of ``optimizer.step()`` took together
+    optimizer_seconds: float  # of these, in all calls of ``optimizer.step()``
     tables: SkipgramTables
 
     @property

@@ -1,4 +1,4 @@
-"""The past steps of an optimizer, and how rows catch up with those that they have missed.
+"""The past steps of an optimizer, and how rows catch up with the steps that they missed.
 
 ``StepHistory`` has sums over past steps, in float64, that serve all entries of all rows, however
 long they were idle: the README of this folder derives them. ``catch_up_native`` and, as its
@@ -237,19 +237,18 @@ def catch_up_native(
     idle = history.idle_update
     if ext is None or not param.is_cpu or idle.native not in _IDLE_UPDATES:
         return None
-    names = [spec.name for spec in rule.state]
     work = ext.CatchUp()
     work.idle_update = _IDLE_UPDATES.index(idle.native)
     work.param, work.state = param, tuple(state)
     work.rows = None if rows is None else rows.contiguous()
     work.last, work.now, work.base = last, history.now, history.base
     work.states_per_row = sum(spec.per_row for spec in rule.state)
-    work.powers = tuple(map(history.powers.get, names))
+    work.powers = tuple(map(history.powers.get, rule.state_names))
     if idle.buffer:
-        work.buffer = names.index(idle.buffer)
+        work.buffer = rule.state_names.index(idle.buffer)
         work.buffer_decay = history.decays.get(idle.buffer, 1.0)
     if idle.square:
-        work.square = names.index(idle.square)
+        work.square = rule.state_names.index(idle.square)
         work.square_decay = history.decays.get(idle.square, 1.0)
     work.eps = history.eps
     work.max_error = history.max_error(param.dtype)
@@ -298,10 +297,10 @@ def catch_up_reference(
         return 0
     there = rows.to(param.device)
     before, *states = (t[there].double().reshape(len(there), -1) for t in (param, *state))
-    names = [spec.name for spec in rule.state]
     idle, missed = history.idle_update, MissedSteps(history, since, had_gradient, param)
     move = _move if history.constraint is None else _move_constrained
-    after, states, is_stale = move(missed, before, dict(zip(names, states, strict=True)), state)
+    old_states = dict(zip(rule.state_names, states, strict=True))
+    after, states, is_stale = move(missed, before, old_states, state)
     written = list(zip(state, states, strict=True))
     stale = int(is_stale.sum())
     # Else leave the parameter's version as it is.
@@ -414,7 +413,7 @@ class MissedSteps:
 
     @property
     def center(self) -> Tensor:
-        """What a root is multiplied by, in about the middle of the steps."""
+        """The factor of a root in about the middle of the steps."""
         return self._column(self.history.centers[self.since])
 
     def total_size(self, first: int | None = None) -> Tensor:
@@ -424,7 +423,7 @@ class MissedSteps:
         totals = self.history.sums[:, 0]
         return self._column((totals[end] - totals[since]) / self._latest)
 
-    def what_is_left(self, name: str) -> Tensor:
+    def total_decay(self, name: str) -> Tensor:
         """The product of a state's decay factors."""
         return self._column(self.history.powers[name][self._until - self.since])
 

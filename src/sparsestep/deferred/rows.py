@@ -27,7 +27,7 @@ from sparsestep.grads.indexed import check_indices
 from sparsestep.memory import lazy
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
 from sparsestep.memory.tensors import INDEX_DTYPES, memory_of, out_of_range
-from sparsestep.rules._derive_idle import derive_idle_update
+from sparsestep.rules.derived_idle import derive_idle_update
 from sparsestep.rules.rule import Rule
 
 
@@ -111,7 +111,7 @@ class DeferredRows:
         # The steps since the oldest ``last_step``.
         hyperparams = {**settings.hyperparams, "lr": 0.0}
         self.history: StepHistory = StepHistory(idle, hyperparams, done, settings.constraint)
-        self.movable_rows: Tensor | None = None  # those that a mask selects; None for all
+        self.movable_rows: Tensor | None = None  # selected by a mask; None for all
         self.param: Tensor | None = None  # a strong reference, so that its id stays taken
         self._movable_mask: tuple[Tensor, Tensor] | None = None
         self._mask: tuple[Tensor, int | None] | None = None  # and its version
@@ -181,7 +181,7 @@ class DeferredRows:
             self.movable_rows = None if selection is None else selection.indices
 
     def movable(self, rows: Tensor) -> Tensor:
-        """Those of the rows that the mask of the latest step lets move."""
+        """The subset of rows that the mask of the latest step lets move."""
         selected = self.movable_rows
         if selected is None:
             return rows
@@ -317,7 +317,7 @@ class DeferredRows:
         self.catch_up(param, state, rows, engine=engine)
         self._steps.initialize(torch.arange(row, end, device="cpu"))
         some, now = self.last_step[row:end], self.history.now
-        some.copy_(torch.where(some < 0, ~now, now))  # also those that may not move
+        some.copy_(torch.where(some < 0, ~now, now))  # also of rows that may not move
         self._sweep_position = end, began
         if end == self.num_rows:
             self.history.drop_oldest(began)
@@ -353,7 +353,7 @@ class DeferredRows:
             )
 
     def check(self, param: Tensor, state: list[Tensor]) -> None:
-        """Refuse shapes other than those of the rows."""
+        """Refuse a parameter or state of another shape."""
         shape = param.shape
         required = [shape[:1] if spec.per_row else shape for spec in self.rule.state]
         if shape[0] != self.num_rows or [tensor.shape for tensor in state] != required:
@@ -379,7 +379,7 @@ class DeferredRows:
         self._min_step = step
 
     def with_settings(self, settings: GroupSettings) -> DeferredRows:
-        """The same rows, all of them current, under another rule or other options."""
+        """The same rows, all current, under another rule or other options."""
         rows = DeferredRows(settings, self.num_rows, self.history.now, new=False)
         rows._steps, rows.param = self._steps, self.param
         return rows

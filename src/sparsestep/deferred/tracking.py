@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,24 +87,30 @@ def _catch_up_read_in_graphs(optimizer: Any, *_: Any) -> None:
                 optimizer.catch_up_rows(param, None)
 
 
-def predecessor_of(optimizer_class: type, params: Any) -> Any:
-    """The optimizer that a new one with these parameters replaces, or ``None``.
+def recreated_from(optimizer_class: Any, params: Any, given: Mapping[str, Any]) -> Any:
+    """The tracked optimizer that a constructor call creates again, or ``None``.
 
-    Some frameworks create the optimizer again before the first step, from the options of a param
-    group. Then the new one has to have the same semantics, and to track the model.
+    Some frameworks do so before the first step: ``type(optimizer)(params, **options)``, with all
+    options of a param group, or with ``optimizer.defaults``. A call by hand leaves options out, has
+    values of its own, or sets ``semantics``, and gets what it asks for.
     """
     if not _handles or not isinstance(params, list) or not all(map(torch.is_tensor, params)):
         return None
     for each in (each for param in params for each in _tracking_of(param)):
         other = each.optimizer
         has_stepped = other.iterations or other.updates
-        if type(other) is optimizer_class and not has_stepped:
-            if {*map(id, other.params())} == {*map(id, params)}:
-                return other
+        if type(other) is not optimizer_class or has_stepped:
+            continue
+        if {*map(id, other.params())} != {*map(id, params)}:
+            continue
+        group = other.param_groups[0]
+        has_all = all(given.get(name, other) is group.get(name) for name in other.option_names)
+        if has_all and given.get("semantics", other.semantics) == other.semantics:
+            return other
     return None
 
 
-def replace_tracked(old: Any, new: Any) -> None:
+def move_tracking(old: Any, new: Any) -> None:
     """Let an optimizer track the models of another instead of that."""
     for handle in {each for param in new.params() for each in _tracking_of(param)}:
         if handle.optimizer is old:
@@ -352,14 +358,14 @@ def _param_aliased_by(optimizer: Any, weight: Tensor) -> Tensor:
 def _trackable_params(model: nn.Module) -> Iterator[Tensor]:
     """Parameters that may be read row by row.
 
-    Those of embeddings, and those that a module of the user's own holds: torch's other layers read
-    theirs as a whole, and their gradients are dense.
+    They belong to embeddings, or to modules of the user's own. Torch's other layers read their
+    parameters as a whole, and have dense gradients.
     """
     for module in model.modules():
         by_rows = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if by_rows or not type(module).__module__.startswith("torch.nn."):
             yield from (param for param in own_parameters(module).values() if param is not None)
-        elif hasattr(module, "parametrizations"):  # what the weight is computed from
+        elif hasattr(module, "parametrizations"):  # the weight is computed from others
             yield from module.parameters()
 
 
@@ -544,7 +550,7 @@ class GuardedParameter(_GuardedMixin, nn.Parameter):
             return rebuild_parameter, (plain, self.requires_grad, OrderedDict())
 
 
-def readable(table: Tensor, ids: Any) -> Tensor:
+def catch_up_guarded(table: Tensor, ids: Any) -> Tensor:
     """Return a table for code that reads the rows ``ids`` without torch's functions.
 
     Deferred rows of a guarded table catch up first. The result is a plain tensor, so that a guard

@@ -17,7 +17,7 @@ from sparsestep.distributed.collectives import Caught, Collectives, Sections
 from sparsestep.distributed.placement import ByRow, check_int, hash_owner
 from sparsestep.distributed.shard import sharded_table
 from sparsestep.errors import InputError, message
-from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, drawn, prepare_grow
+from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, initialize_rows, prepare_grow
 from sparsestep.nn.id_table import Evict, IdTable, IdTableSnapshot
 from sparsestep.nn.interop import excluded_from_compile
 from sparsestep.nn.vocabulary import Attached, flat_ids
@@ -250,7 +250,7 @@ class Vocabulary(nn.Module):
                 continue
             here = len(range(ranks.rank, table.rows, ranks.world_size))
             spare = Spare(len(table.weight) - here, longest - there)
-            init = partial(drawn, init=each.init, seed=local.num_reused)
+            init = partial(initialize_rows, init=each.init, seed=local.num_reused)
             optimizers = tuple(each.optimizers)
             commits.append(prepare_grow(each.table, longest, optimizers, init, spare))
             commits.append(partial(_commit_table_grow, module, table, rows))

@@ -138,7 +138,7 @@ def _native_obstacle(update: ParamUpdate, native: NativeEngine | None, instead: 
     why = native.traces.errors.get(id(update.settings)) if native is not None else None
     if why is not None:
         requirement = "the native engine needs a formula of element-wise and row-wise operations"
-        page = "https://sparsestep.readthedocs.io/write-your-own-rule.html"
+        page = "https://sparsestep.readthedocs.io/en/latest/write-your-own-rule.html"
         remedy = f"engine='reference' runs any formula; {page} lists the operations"
         if "branches on" in why:
             remedy = "Use torch.where instead of if"

@@ -58,7 +58,7 @@ class _PhaseLowering:
         self._registers: dict[int, int] = {}
         self._free: list[int] = []
         self._first_temporary = self._next = lowering.next_register
-        self._steps = self._fused()
+        self._steps = self._fuse_operations()
         # The last step that uses a value.
         self._last: dict[int, int] = {}
         for step, (_, _, arguments) in enumerate(self._steps):
@@ -72,9 +72,9 @@ class _PhaseLowering:
             operands = tuple(self.register_of(argument) for argument in arguments)
             for value in values_in(arguments):
                 self._release(value, step)
-            home = self._home_for(place, step, at_home)
+            home = self._find_home(place, step, at_home)
             if home is None:
-                self._registers[place] = self._new()
+                self._registers[place] = self._new_register()
             else:
                 self._registers[place] = home
                 at_home.add(home)
@@ -98,18 +98,18 @@ class _PhaseLowering:
         made, moved = [], {}
         for place, home in zip(self._results, self._homes, strict=True):
             if place in self._homes and place != home and place not in moved:
-                moved[place] = self._new()
+                moved[place] = self._new_register()
                 made.append(Instruction("copy", moved[place], (place,)))
         return made, moved
 
-    def _home_for(self, place: int, step: int, taken: set[int]) -> int | None:
+    def _find_home(self, place: int, step: int, taken: set[int]) -> int | None:
         """The final register of a result, if its old value is no longer needed."""
         for result, home in zip(self._results, self._homes, strict=True):
             if result == place and home not in taken and self._last.get(home, -1) <= step:
                 return home
         return None
 
-    def _new(self) -> int:
+    def _new_register(self) -> int:
         if self._free:
             return self._free.pop()
         self._next += 1
@@ -122,7 +122,7 @@ class _PhaseLowering:
         if register >= self._first_temporary and register not in self._free:
             self._free.append(register)
 
-    def _fused(self) -> list[FusedOp]:
+    def _fuse_operations(self) -> list[FusedOp]:
         """Return the operations, with frequent sequences fused."""
         operations = self._operations
         uses = Counter(
@@ -331,7 +331,7 @@ class _Lowering:
         row = [
             self._row_operation(place)
             for place in self._live
-            if self._levels[place] == level and self._is_made_of_rows(place)
+            if self._levels[place] == level and self._is_row_operation(place)
         ]
         reductions = [
             place
@@ -343,7 +343,7 @@ class _Lowering:
         ]
         wanted: Sequence[int] = reduced or self._results
         needed = self._needed(wanted, through_rows=False)
-        row += self._spread_out(place for place in needed if operations[place].per_row)
+        row += self._broadcast(place for place in needed if operations[place].per_row)
         tiles = _PhaseLowering(self, needed, wanted, writes=not reductions)
         tile = tiles.run()
         for place, value in zip(reductions, reduced, strict=True):
@@ -351,7 +351,7 @@ class _Lowering:
             tile.append(Instruction(operations[place].name, register, (tiles.register_of(value),)))
         return Phase(row, tile)
 
-    def _is_made_of_rows(self, place: int) -> bool:
+    def _is_row_operation(self, place: int) -> bool:
         name, _, per_row = self.operations[place]
         return per_row and name != "input" and name not in ROW_REDUCTIONS
 
@@ -368,7 +368,7 @@ class _Lowering:
         self._next_row_register += 1
         return self._row_registers[place]
 
-    def _spread_out(self, places: Iterable[int]) -> list[Instruction]:
+    def _broadcast(self, places: Iterable[int]) -> list[Instruction]:
         """Broadcast values per row to tiles, unless done already."""
         made = []
         for place in places:

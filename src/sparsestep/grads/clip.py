@@ -82,7 +82,7 @@ def clip_grad_norm_(
         tensor(1.0000)
     """
     name = "clip_grad_norm_"
-    params = _listed(name, parameters)
+    params = _list_params(name, parameters)
     sources = sources_of(each for each in params if isinstance(each, Tensor))
     exchange = GradExchange(sources, lambda _: {"caller": name})
     grads, norms, rest, error = list[_NamedGrad](), list[Tensor](), list[_NamedGrad](), None
@@ -90,7 +90,7 @@ def clip_grad_norm_(
         with usable("clip_grad_norm_: max_norm and norm_type must be numbers"):
             norm_type, max_norm = float(norm_type), float(max_norm)
         if exchange.error is None:  # otherwise gradients are still pending
-            grads = _collect(name, params)
+            grads = _collect_grads(name, params)
             norms, rest = _local_norms(grads, sources, norm_type, foreach)
     except BaseException as raised:  # other processes wait for this one
         error = raised
@@ -154,9 +154,9 @@ def clip_grad_value_(
                               [1.0000, 1.0000]]),
                size=(5, 2), nnz=2, layout=torch.sparse_coo)
     """
-    params = _listed("clip_grad_value_", parameters)
+    params = _list_params("clip_grad_value_", parameters)
     exchange_grads([each for each in params if isinstance(each, Tensor)], "clip_grad_value_")
-    grads = _collect("clip_grad_value_", params)
+    grads = _collect_grads("clip_grad_value_", params)
     with usable("clip_grad_value_: clip_value must be a number"):
         bound = float(clip_value)
     dense, in_place, replaced = [], [], dict[Tensor, Tensor]()
@@ -190,7 +190,7 @@ class _NamedGrad(NamedTuple):
 _PARAMETERS = "takes a tensor or an iterable of tensors"
 
 
-def _listed(function: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+def _list_params(function: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     given: object = parameters
     if not isinstance(given, Iterable):
         raise InputError(message(f"{function} {_PARAMETERS}", f"a {type(given).__name__}"))
@@ -200,7 +200,7 @@ def _listed(function: str, parameters: Tensor | Iterable[Tensor]) -> list[Tensor
     return params
 
 
-def _collect(function: str, params: Sequence[object]) -> list[_NamedGrad]:
+def _collect_grads(function: str, params: Sequence[object]) -> list[_NamedGrad]:
     """Return the gradients of the parameters that have one, checked."""
     grads = []
     for index, param in enumerate(params):
@@ -266,7 +266,7 @@ def _local_norms(
     norm_type: float,
     foreach: bool | None,
 ) -> tuple[list[Tensor], list[_NamedGrad]]:
-    """For each source, the norm of what this process has; gradients that are the same in all."""
+    """Return the norm of each source's local gradients, and the gradients of no source."""
     if sources and not norm_type > 0:
         requirement = "clip_grad_norm_: with sharded tables norm_type must be greater than 0"
         raise InputError(message(requirement, norm_type))
@@ -282,7 +282,7 @@ def _local_norms(
 def _total_norm(grads: Sequence[_NamedGrad], norm_type: float, foreach: bool | None) -> Tensor:
     """Return the norm of the norms of all gradients, on the device of the first, like torch's.
 
-    A function of its own, because its views of values must be gone before ``_owns_values``.
+    A separate function, because its views of values must be gone before ``_owns_values``.
     """
     tensors = []
     for each in grads:
@@ -290,7 +290,7 @@ def _total_norm(grads: Sequence[_NamedGrad], norm_type: float, foreach: bool | N
             tensors.append(_norm_equivalent(each, norm_type))
     wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
     if foreach is False or any(t.dtype != dtype for t, dtype in zip(tensors, wide, strict=True)):
-        # In at least float32: what float16 cannot hold would make every gradient zero.
+        # In at least float32: an overflow of float16 would make every gradient zero.
         norms = [
             torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
             for tensor, dtype in zip(tensors, wide, strict=True)

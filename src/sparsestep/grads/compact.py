@@ -3,7 +3,7 @@
 A bag of a hundred ids has one output row, hence one gradient row; the ordinary gradient of the
 table is a copy of it for each id. A CompactGrad stores the ids and the gradient of the output,
 which our optimizers read (``indexed``). For other code it is a sparse gradient: autograd adds
-it up, numbers scale it, torch clips it, and whatever else is asked of it, a COO tensor answers.
+it up, numbers scale it, torch clips it, and any other operation converts it to a COO tensor.
 
 Torch has two protocols for this: ``__torch_function__`` for calls from Python, and
 ``__torch_dispatch__`` for calls from torch's own C++.
@@ -61,7 +61,7 @@ _METADATA = [
     for name, attribute in vars(Tensor.__mro__[1]).items()
     if isinstance(attribute, types.GetSetDescriptorType) and name not in _DATA_ATTRIBUTES
 ]
-# Methods that read metadata only, and those that have a handler.
+# Methods that read metadata only, or have a handler.
 _METHODS = """
     size dim ndimension numel nelement element_size get_device __len__ __format__ is_floating_point
     is_complex is_conj is_neg is_inference is_signed requires_grad_ register_hook
@@ -173,7 +173,7 @@ class CompactGrad(Tensor):
         return self.materialized
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what an exchange changes, for ``restore``."""
+        """Return the attributes that an exchange changes, for ``restore``."""
         names = ("parts", "materialized", "source", "is_sharded")
         return {name: getattr(self, name) for name in names}
 
@@ -234,7 +234,7 @@ if ext is not None:
 
 def _like(grad: Tensor, parts: tuple[Any, ...], tensor: Tensor | None = None) -> CompactGrad:
     """Create another gradient of the same parameter, of parts or of an ordinary tensor."""
-    with without_torch_function():  # shape, dtype and device are those that torch's C++ sees
+    with without_torch_function():  # shape, dtype and device as torch's C++ sees them
         made = CompactGrad.of(parts, grad.shape, grad)
     made.materialized = tensor
     return made
@@ -572,7 +572,7 @@ def _foreach(operation: Callable[..., Any], *, in_place: bool = False) -> Callab
 
 def _register_foreach(name: str, handler: Callable[..., Any]) -> None:
     """Register a handler for every overload of torch's ``_foreach`` function of that name."""
-    packet = getattr(_aten, f"_foreach_{name}", None)  # not every torch has all of them
+    packet = getattr(_aten, f"_foreach_{name}", None)  # some releases of torch lack it
     for overload in packet.overloads() if packet is not None else ():
         if not overload.endswith("out"):
             _HANDLERS[getattr(packet, overload)] = handler

@@ -59,23 +59,24 @@ def sources_of(params: Iterable[Tensor]) -> list[ShardedGradSource]:
     """The gradient sources of parameters, in the order of all processes."""
     if not grad_sources:
         return []
-    return _in_order(map(source_of, params))
+    return _sort_sources(map(source_of, params))
 
 
-def _in_order(sources: Iterable[ShardedGradSource | None]) -> list[ShardedGradSource]:
+def _sort_sources(sources: Iterable[ShardedGradSource | None]) -> list[ShardedGradSource]:
     found = {id(source): source for source in sources if source is not None}
     return sorted(found.values(), key=lambda source: source.index)
 
 
 class GradExchange:
-    """An exchange of gradients that counts only if all processes agree on what follows.
+    """An exchange of gradients that is undone unless all processes agree to use it.
 
     A process with an error still takes part in the exchanges that follow: no other waits for it.
     An exchange that raises does so in all processes of its source, and is over. ``facts`` returns
-    what must be the same in all processes of a source.
+    values that must be the same in all processes of a source.
 
-    ``prepare`` gets ready for what follows. It is called before the exchange if this process has
-    nothing to send: if no other has either, the exchange has also been the agreement.
+    ``prepare`` prepares the use of the gradients, such as a step. It is called before the exchange
+    if this process has nothing to send: if no other has either, the exchange has also been the
+    agreement.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class GradExchange:
     ) -> list[Tensor]:
         """Raise in every process if one has an error; then no gradient has been exchanged.
 
-        With a value for each source, returns those of all processes, for each source.
+        With a value for each source, returns the values of all processes, for each source.
         """
         self.error = self.error or error
         found: list[Tensor] = []
@@ -157,7 +158,7 @@ def exchange_grads(params: Iterable[Tensor], reader: str = "reads gradients") ->
 class UnscaledValues(Tensor):
     """Values of a sharded gradient, for a GradScaler.
 
-    If it finds an infinity in those of one process, all processes must skip the step.
+    If it finds an infinity in one process, all processes must skip the step.
     """
 
     source: ref[ShardedGradSource]
@@ -179,7 +180,7 @@ class UnscaledValues(Tensor):
         refs = {each.source for each in values if isinstance(each, UnscaledValues)}
         with without_torch_function():
             func([each.as_subclass(Tensor) for each in values], found_inf, scale)
-            for source in _in_order(each() for each in refs):
+            for source in _sort_sources(each() for each in refs):
                 found_inf.copy_(source.all_ranks_norm(found_inf, math.inf))
         return None
 

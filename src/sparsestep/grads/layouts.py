@@ -1,7 +1,7 @@
 """Convert gradients of every layout to IndexedGrad, without copying their values.
 
 ``classify`` is the only function that tells layouts apart. Everything that can be checked without
-reading the indices is checked here; indices that are used as they are, are checked by the engine.
+reading the indices is checked here. Engines check the indices, unless they are transformed here.
 """
 
 from __future__ import annotations
@@ -210,16 +210,16 @@ def rows_of(param: Tensor, grad: Any) -> list[Tensor | None]:
     return [each.contiguous() for each in coo_indices(materialize(grad))[:1]]
 
 
-def slots_to_rows(param: Tensor, positions: Tensor | None, slots: int) -> Tensor | None:
-    """Return the row of each of some slots, in one dim; ``None`` for all rows."""
-    if positions is None or not param.dim():
+def slots_to_rows(param: Tensor, indices: Tensor | None, num_slots: int) -> Tensor | None:
+    """Return the row of each slot in ``indices``, in one dim; ``None`` for all rows."""
+    if indices is None or not param.dim():
         return None
-    positions = positions.reshape(-1).long()
+    indices = indices.reshape(-1).long()
     if not len(param):
-        return positions.new_empty(0)
-    if slots != len(param):
-        positions = positions.div(max(1, slots // len(param)), rounding_mode="floor")
-    return positions.contiguous()
+        return indices.new_empty(0)
+    if num_slots != len(param):
+        indices = indices.div(max(1, num_slots // len(param)), rounding_mode="floor")
+    return indices.contiguous()
 
 
 # COO
@@ -334,7 +334,7 @@ def _check_compressed_indices(compressed: Tensor, entries: int) -> None:
 
 
 def stored_mask(grad: Any) -> tuple[Tensor, Tensor]:
-    """Return the values that a masked gradient stores, and which of them it has."""
+    """Return the stored values of a masked gradient, and its mask."""
     data, mask = grad.get_data(), grad.get_mask()
     layout = classify(data)
     if layout is GradLayout.STRIDED:

@@ -87,7 +87,7 @@ def lock_holder(descriptor: int) -> str:
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Make every ``OSError`` name this path, which is the one that the user knows."""
+    """Make every ``OSError`` name this path, the user's."""
     try:
         yield
     except OSError as error:

@@ -152,7 +152,7 @@ def _shown(value: Any) -> str:
 
 
 def check_version(path: str | os.PathLike[str], found: bytes, known: int) -> None:
-    """Refuse a file whose version, in digits, is not the one that this release reads."""
+    """Refuse a file whose version, in digits, differs from the known one."""
     if not found.isdigit() or len(found) > 9:
         raise ValueError("the version must be a number, got other bytes")
     if int(found) > known:
@@ -247,8 +247,8 @@ class FileHeader(NamedTuple):
 
     shape: torch.Size  # of the table
     dtype: torch.dtype
-    state: dict[str, RowField]  # what each row has room for
-    used: frozenset[str] = frozenset()  # the state that was ever written: other room is zero
+    state: dict[str, RowField]  # that each row has room for
+    used: frozenset[str] = frozenset()  # the state that was ever written; the rest is zero
 
     @property
     def layout(self) -> RowLayout:
@@ -261,7 +261,7 @@ class FileHeader(NamedTuple):
         return HEADER_BYTES + self.shape[0] * self.layout.row_bytes
 
     def encode(self) -> bytes:
-        """Return the page; refuses what would not fit once all state is in use."""
+        """Return the page; refuses a header that would not fit once all state is in use."""
         page, size = self._encode(self.used), len(self._encode(self.state))
         if size > HEADER_BYTES:
             requirement = f"shape and state of a table must fit into {HEADER_BYTES} bytes, as text"

@@ -34,8 +34,8 @@ from sparsestep.memory import disk, formats, lazy
 from sparsestep.memory.formats import HEADER_BYTES, TABLE, FileHeader, RowField, RowLayout
 from sparsestep.memory.tensors import address
 
-# By the addresses of the first elements of its tensors, as long as one of them lives. A step asks
-# only whether there are any.
+# By the addresses of the first elements of its tensors, as long as one lives. A step only asks
+# whether there are any.
 mapped_files: dict[int, weakref.ref[MappedFile]] = {}
 
 # Never ``None`` where a file is open: ``open_file`` needs it.
@@ -60,7 +60,7 @@ class FileRows(NamedTuple):
     page_bytes: int
 
     def pages_of(self, rows: Tensor) -> Tensor:
-        """The pages that hold rows; ignores what is no row.
+        """The pages that hold rows; ignores rows out of range.
 
         Example:
             >>> FileRows(9, 2048, 4096, 4096).pages_of(torch.tensor([1, 2, 7, -5])).tolist()
@@ -90,10 +90,10 @@ class MappedFile(mmap.mmap):
     version: int | None = None
     # The id of the checkpoint that has its rows, except for the dirty ones.
     saved_in: str | None = None
-    # State in its rows that is still to be zeroed; None outside of `to_be_replaced`.
+    # State in its rows that is still to be zeroed; None outside of `postponed_clearing`.
     to_clear: set[str] | None = None
     # Where state belongs that `load_state_dict` has set aside: a file, and its name in the rows.
-    settles_in: tuple[MappedFile, str] | None = None
+    belongs_in: tuple[MappedFile, str] | None = None
     is_locked: bool = False  # by this process, which locks it before it first writes
     reserved: Tensor  # whether each page has blocks on the disk
     prefetched: Tensor  # whether each page was prefetched
@@ -146,7 +146,7 @@ class MappedFile(mmap.mmap):
         return name in self._memory
 
     def lock(self) -> None:
-        """Lock the file for this process and those forked from it; refuses another's file."""
+        """Lock the file for this process and its forks; refuses another's file."""
         if not self.is_locked:
             _lock(self.path, self.descriptor)
             self.is_locked = True
@@ -228,7 +228,7 @@ class MappedFile(mmap.mmap):
         self.num_prefetched = 0
 
     def mark(self, rows: Tensor | None) -> None:
-        """Note that rows are about to be written, or all; ignores what is no row."""
+        """Note that rows are about to be written, or all; ignores rows out of range."""
         if self.dirty_rows is not None:
             if rows is None:
                 self.dirty_rows.fill_(True)
@@ -254,7 +254,7 @@ class MappedFile(mmap.mmap):
         self.advise("RANDOM")
 
     def advise(self, how: str) -> None:
-        """Tell the system how pages are used: ``RANDOM`` reads none around those that are read."""
+        """Tell the system how pages are used: with ``RANDOM``, it reads no neighbors of a page."""
         advice = getattr(mmap, f"MADV_{how}", None)
         if advice is not None:
             self.madvise(advice)
@@ -291,11 +291,11 @@ def _open(
     path: str, wanted: FileHeader, state: Mapping[str, RowField] | None, replace: bool
 ) -> MappedFile:
     with _opening:
-        descriptor = _replaced(path, wanted) if replace else _opened(path, wanted)
+        descriptor = _create_replacement(path, wanted) if replace else _open_or_create(path, wanted)
         try:
             header = formats.read_header(path, descriptor)
             formats.check_header(path, header, wanted, state)
-            alive = _alive_at(descriptor)
+            alive = _live_file_at(descriptor)
             if alive is not None:
                 return alive
             with disk.naming(path):
@@ -344,7 +344,7 @@ _ATTEMPTS = 100
 _opening = fork_safe_lock()
 
 
-def _opened(path: str, wanted: FileHeader) -> int:
+def _open_or_create(path: str, wanted: FileHeader) -> int:
     """Open or create a file."""
     for _ in range(_ATTEMPTS):
         try:
@@ -356,14 +356,14 @@ def _opened(path: str, wanted: FileHeader) -> int:
     raise OSError(errno.EBUSY, "the file is created and removed again and again", path)
 
 
-def _replaced(path: str, wanted: FileHeader) -> int:
+def _create_replacement(path: str, wanted: FileHeader) -> int:
     """Create a file, replacing an existing one that no other process writes."""
     try:
         old = os.open(path, os.O_RDWR)
-    except OSError:  # there is none, or it is nothing that could be locked
+    except OSError:  # there is none, or it cannot be locked
         old = None
     try:
-        if old is not None and _alive_at(old) is None:
+        if old is not None and _live_file_at(old) is None:
             _lock(path, old)
         made = disk.create(path, wanted.encode(), wanted.file_bytes, replace=True)
         assert made is not None
@@ -381,16 +381,16 @@ def _lock(path: str, descriptor: int) -> None:
         raise InputError(message(requirement, got, remedy))
 
 
-def _alive() -> Iterator[MappedFile]:
+def _live_files() -> Iterator[MappedFile]:
     for found in list(mapped_files.values()):
         file = found()
         if file is not None:
             yield file
 
 
-def _alive_at(descriptor: int) -> MappedFile | None:
+def _live_file_at(descriptor: int) -> MappedFile | None:
     """The mapping that this process has of an open file."""
-    return next((f for f in _alive() if os.path.sameopenfile(f.descriptor, descriptor)), None)
+    return next((f for f in _live_files() if os.path.sameopenfile(f.descriptor, descriptor)), None)
 
 
 def file_of(tensor: object) -> MappedFile | None:
@@ -416,7 +416,7 @@ def has_mapped_memory(tensor: Tensor) -> bool:
     if not mapped_files or tensor.is_meta:
         return False
     begin = tensor.data_ptr()
-    return any(file.address <= begin < file.address + len(file) for file in _alive())
+    return any(file.address <= begin < file.address + len(file) for file in _live_files())
 
 
 def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> None:
@@ -521,7 +521,7 @@ def _clear(file: MappedFile, name: str) -> None:
 
 
 @contextmanager
-def to_be_replaced(params: Iterable[Tensor]) -> Iterator[None]:
+def postponed_clearing(params: Iterable[Tensor]) -> Iterator[None]:
     """Postpone the zeroing of state in the rows of these parameters' files.
 
     It is zeroed at the end, unless all bytes of the file have been replaced.
@@ -544,7 +544,7 @@ def copy_state(
     """Create state with these values in or next to a parameter's file, unless it is there already.
 
     State in the rows (``replaced``) is not overwritten yet, because the rest of the checkpoint may
-    be refused: ``settle`` does it. Returns ``None`` if the parameter is not in a file.
+    be refused: ``store_in_rows`` does it. Returns ``None`` if the parameter is not in a file.
     """
     file, source = _table_file(param), file_of(value)
     if file is None:
@@ -557,7 +557,7 @@ def copy_state(
         path = f"{file.path}.{name}.loading"
         aside = open_file(path, value.shape, dtype, replace=True)
         os.unlink(path)  # it goes with its tensor
-        aside.settles_in = file, name
+        aside.belongs_in = file, name
         copy_rows(value.detach(), aside.tensor(), room_in=file)
         return aside.tensor()
     found = new_state(param, name, value.shape, 0, dtype)
@@ -574,12 +574,12 @@ def _is_in_row(file: MappedFile, name: str, value: object) -> bool:
     )
 
 
-def settle(state: dict[str, Any]) -> None:
-    """Move what ``copy_state`` has set aside to the rows; changes ``state`` in place."""
+def store_in_rows(state: dict[str, Any]) -> None:
+    """Move state that ``copy_state`` has set aside to the rows; changes ``state`` in place."""
     for name, value in state.items():
         aside = file_of(value)
-        if aside is not None and aside.settles_in is not None:
-            file, of_state = aside.settles_in
+        if aside is not None and aside.belongs_in is not None:
+            file, of_state = aside.belongs_in
             _clear(file, of_state)
             file.saved_in = None
             state[name] = file.tensor(of_state)

@@ -14,7 +14,7 @@ from sparsestep.nn.embedding import EmbeddingBag, Mode
 from sparsestep.nn.fuse import fuse_module, reason_not_fusible
 from sparsestep.nn.graph import embed_in_graph, fit_graph
 from sparsestep.nn.interop import replaced_in_graphs
-from sparsestep.nn.lookup import bag_lookup, embed
+from sparsestep.nn.lookup import Lookup, bag_lookup, embed
 
 Sizes = tuple[int, int]
 Tables = Sequence[Sizes | torch.nn.EmbeddingBag] | Mapping[str, Sizes | torch.nn.EmbeddingBag]
@@ -137,24 +137,23 @@ class EmbeddingBagCollection(torch.nn.Module):
         Raises:
             InputError: the ids or offsets of a table are invalid; nothing has changed.
         """
-        split = self.split_inputs(inputs, offsets, per_sample_weights)
-        return self._named(embed([bag_lookup(*each) for each in split]))
+        return self._name_outputs(embed(self._lookups(inputs, offsets, per_sample_weights)))
 
-    def fits_graph(
-        self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
-    ) -> bool:
+    def fits_graph(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a graph of torch.compile can have these lookups."""
-        split = self.split_inputs(inputs, offsets, per_sample_weights)
-        return fit_graph([bag_lookup(*each) for each in split])
+        return fit_graph(self._lookups(*args, **kwargs))
 
-    def forward_in_graph(
-        self, inputs: Each, offsets: Each = None, per_sample_weights: Each = None
-    ) -> Outputs:
+    def forward_in_graph(self, *args: Any, **kwargs: Any) -> Outputs:
         """Look up all tables as one operation of a graph."""
-        split = self.split_inputs(inputs, offsets, per_sample_weights)
-        return self._named(embed_in_graph([bag_lookup(*each) for each in split]))
+        return self._name_outputs(embed_in_graph(self._lookups(*args, **kwargs)))
 
-    def _named(self, found: list[Tensor]) -> Outputs:
+    def _lookups(
+        self, inputs: Any, offsets: Any = None, per_sample_weights: Any = None
+    ) -> list[Lookup]:
+        split = self.split_inputs(inputs, offsets, per_sample_weights)
+        return [bag_lookup(*each) for each in split]
+
+    def _name_outputs(self, found: list[Tensor]) -> Outputs:
         return found if self.names is None else dict(zip(self.names, found, strict=True))
 
     def rows_read(
@@ -188,14 +187,16 @@ class EmbeddingBagCollection(torch.nn.Module):
             if offsets is not None:
                 requirement = "ids in one tensor are bags of equal length: offsets must be None"
                 raise self._refusal(requirement, "offsets")
-            ids = self._columns("inputs", inputs)
-            weights = begins if factors is None else self._columns("per_sample_weights", factors)
+            ids = self._split_columns("inputs", inputs)
+            weights = (
+                begins if factors is None else self._split_columns("per_sample_weights", factors)
+            )
         else:
-            ids = self._listed("inputs", inputs, optional=False)
+            ids = self._list_by_table("inputs", inputs, optional=False)
             if isinstance(offsets, Tensor) and offsets.dim() == 2:
                 offsets = list(offsets)
-            begins = self._listed("offsets", offsets, optional=True)
-            weights = self._listed("per_sample_weights", factors, optional=True)
+            begins = self._list_by_table("offsets", offsets, optional=True)
+            weights = self._list_by_table("per_sample_weights", factors, optional=True)
         return list(zip(tables, ids, begins, weights, strict=True))
 
     def _from_jagged(self, inputs: Any, offsets: Any, factors: Any) -> tuple[Any, Any, Any]:
@@ -206,7 +207,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         by_key = inputs.to_dict()
         # Like TorchRec's collections, leave out features without a table.
         known = {key: by_key[key] for key in self.names or by_key if key in by_key}
-        parts = self._listed(
+        parts = self._list_by_table(
             "inputs", known if self.names else list(known.values()), optional=False
         )
         begins = []
@@ -215,7 +216,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             begins.append(ends if table.include_last_offset else ends[:-1])
         return [each.values() for each in parts], begins, [each.weights_or_none() for each in parts]
 
-    def _columns(self, name: str, tensor: Any) -> list[Any]:
+    def _split_columns(self, name: str, tensor: Any) -> list[Any]:
         """One tensor for all tables, table by table."""
         count = len(self.tables)
         if not isinstance(tensor, Tensor) or tensor.dim() not in (2, 3) or tensor.shape[1] != count:
@@ -226,8 +227,8 @@ class EmbeddingBagCollection(torch.nn.Module):
             tensor = tensor.unsqueeze(2)
         return list(tensor.movedim(1, 0).contiguous())
 
-    def _listed(self, name: str, given: Any, *, optional: bool) -> list[Any]:
-        """What was given for each table, in their order."""
+    def _list_by_table(self, name: str, given: Any, *, optional: bool) -> list[Any]:
+        """The argument of each table, in their order."""
         count = len(self.tables)
         if given is None and optional:
             return [None] * count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -105,13 +105,13 @@ class Embedding(torch.nn.Embedding):
         """
         return embed([row_lookup(self, input)])[0]
 
-    def fits_graph(self, input: Tensor) -> bool:
+    def fits_graph(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a graph of torch.compile can have this lookup."""
-        return fit_graph([row_lookup(self, input)])
+        return fit_graph([row_lookup(self, *args, **kwargs)])
 
-    def forward_in_graph(self, input: Tensor) -> Tensor:
+    def forward_in_graph(self, *args: Any, **kwargs: Any) -> Tensor:
         """Look up as an operation of a graph."""
-        return embed_in_graph([row_lookup(self, input)])[0]
+        return embed_in_graph([row_lookup(self, *args, **kwargs)])[0]
 
 
 class EmbeddingBag(torch.nn.EmbeddingBag):
@@ -214,20 +214,10 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
         """
         return embed([bag_lookup(self, input, offsets, per_sample_weights)])[0]
 
-    def fits_graph(
-        self,
-        input: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> bool:
+    def fits_graph(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a graph of torch.compile can have this lookup."""
-        return fit_graph([bag_lookup(self, input, offsets, per_sample_weights)])
+        return fit_graph([bag_lookup(self, *args, **kwargs)])
 
-    def forward_in_graph(
-        self,
-        input: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-    ) -> Tensor:
+    def forward_in_graph(self, *args: Any, **kwargs: Any) -> Tensor:
         """Look up as an operation of a graph."""
-        return embed_in_graph([bag_lookup(self, input, offsets, per_sample_weights)])[0]
+        return embed_in_graph([bag_lookup(self, *args, **kwargs)])[0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._torch import call_forward_pre_hooks
-from sparsestep.deferred.tracking import readable
+from sparsestep.deferred.tracking import catch_up_guarded
 from sparsestep.errors import InputError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
@@ -148,7 +148,7 @@ class _RowsDot(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ids: Tensor, table: Any) -> Tensor:
-        memory, ids = readable(weight, ids), ids.contiguous()
+        memory, ids = catch_up_guarded(weight, ids), ids.contiguous()
         rows = rows.detach().contiguous()
         bags = ids if ids.dim() > 1 else ids.unsqueeze(1)
         lookup = Lookup(memory, bags, None, False, rows, DOT, -1, True)

@@ -13,8 +13,8 @@ from sparsestep._process import uninterrupted
 from sparsestep._torch import own_parameters, without_torch_function
 from sparsestep.errors import InputError, error_prefix, memory_errors, message, usable
 from sparsestep.grads.exchange import source_of
-from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import file_of
+from sparsestep.memory.tensors import check_writable, is_distributed, memory_of
 from sparsestep.nn.ngram import NgramEmbedding
 from sparsestep.optim.functional import FunctionalOptimizer
 from sparsestep.optim.optimizer import RuleOptimizer
@@ -40,15 +40,17 @@ def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
     if weight is None:
         requirement = f"{who}: the weight of a table must be a parameter of its own"
         raise InputError(message(requirement, "one that is computed from others"))
-    if parameters.is_distributed(weight) or (source_of(weight) is not None and not is_part):
+    if is_distributed(weight) or (source_of(weight) is not None and not is_part):
         requirement = f"{who}: a table must not be sharded over processes"
         raise InputError(message(requirement, "a sharded one", "Do this before sharding it"))
     found: nn.Parameter = weight
     return found
 
 
-def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOptimizer]:
-    """Return the optimizers. Raises if one is not ours, or does not have the weight."""
+def as_rule_optimizers(
+    who: str, weight: Tensor, optimizers: tuple[Any, ...]
+) -> list[RuleOptimizer]:
+    """Return the optimizers themselves, or refuse one that is not ours or lacks the weight."""
     found = []
     for optimizer in optimizers:
         if isinstance(optimizer, FunctionalOptimizer):
@@ -65,7 +67,7 @@ def ours(who: str, weight: Tensor, optimizers: tuple[Any, ...]) -> list[RuleOpti
     return found
 
 
-def drawn(values: Tensor, init: Init, seed: int) -> Tensor:
+def initialize_rows(values: Tensor, init: Init, seed: int) -> Tensor:
     """Initialize rows in place by a seed of their own; torch's generator keeps its state."""
 
     def draw() -> None:
@@ -88,7 +90,7 @@ def do_nothing() -> None:
 
 @contextmanager
 def restoring_rng() -> Iterator[Callable[[], None]]:
-    """Restore the state of torch's CPU generator on error, unless what is yielded was called."""
+    """Restore torch's CPU generator on error, unless the function that it yields was called."""
     generator = torch.default_generator
     states = [generator.get_state()]
     try:
@@ -156,7 +158,7 @@ def prepare_grow(
 ) -> Callable[[], None]:
     """Do everything that can raise, and return the rest. ``spare`` is for a shard."""
     weight = weight_of("grow", module, is_part=spare is not None)
-    known = ours("grow", weight, optimizers)
+    known = as_rule_optimizers("grow", weight, optimizers)
     have = len(weight)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < have:
         requirement = f"grow: rows must be a whole number, at least the {have} that there are"
@@ -174,7 +176,7 @@ def prepare_grow(
     if weight.is_cpu and weight.is_shared():
         requirement = "grow: a table that grows must not be in shared memory"
         raise InputError(message(requirement, "one that other processes may have"))
-    parameters.check_writable("grow: the weight of a table", parameters.memory_of(weight))
+    check_writable("grow: the weight of a table", memory_of(weight))
     first, end = (have, rows) if spare is None else (have - spare.before, rows - spare.after)
     if rows == have and first == end:
         return do_nothing

@@ -68,7 +68,7 @@ _EVICTIONS: tuple[Evict, ...] = (None, "lru", "lfu")
 
 
 class IdTable:
-    """Ids that have rows, and those that are counted until they do: ``native/core/vocabulary.h``.
+    """Ids with rows, and ids that are counted until they get one: ``native/core/vocabulary.h``.
 
     ``find`` changes nothing. ``claim`` counts ids, assigns rows to new ones and evicts others,
     provisionally: it has no effect until ``commit``, and none at all if it is abandoned.
@@ -173,18 +173,18 @@ class IdTable:
 
 
 _TENSORS = ("ids", "counts", "seen", "candidate_ids", "candidate_counts")
-NAMES: tuple[str, ...] = (*_TENSORS, "numbers")
+STATE_NAMES: tuple[str, ...] = (*_TENSORS, "numbers")
 
 
-def write(saved: IdTableSnapshot, now: int, handed_over: int) -> dict[str, Tensor]:
-    """Return the entries of a state dict; ``handed_over`` rows have gone to another id."""
+def pack_state(saved: IdTableSnapshot, now: int, num_reused: int) -> dict[str, Tensor]:
+    """Return the entries of a state dict; ``num_reused`` rows have gone to another id."""
     found = {name: getattr(saved, name) for name in _TENSORS}
-    numbers = [saved.used, saved.candidates, saved.sightings, now, handed_over]
+    numbers = [saved.used, saved.candidates, saved.sightings, now, num_reused]
     return {**found, "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu")}
 
 
-def read(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, int, int]:
-    """Return the arguments of ``write``. Raises InputError if they do not fit the options."""
+def unpack_state(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, int, int]:
+    """Return the arguments of ``pack_state``. Raises InputError if they do not fit the options."""
     wanted = IdTableSnapshot.room(options, 0, 0, 0)
     shapes = {name: getattr(wanted, name).shape for name in _TENSORS}
     for name, shape in {**shapes, "numbers": torch.Size([5])}.items():
@@ -196,7 +196,7 @@ def read(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, i
                 got = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
             requirement = f"{name} must be torch.int64 of shape {tuple(shape)}"
             raise InputError(message(requirement, got, "Make it with the same rows and admit"))
-    used, candidates, sightings, now, handed_over = found["numbers"].tolist()
+    used, candidates, sightings, now, num_reused = found["numbers"].tolist()
     ids, counts, seen, few, times = (found[name].to("cpu").contiguous() for name in _TENSORS)
     saved = IdTableSnapshot(ids, counts, seen, few, times, used, candidates, sightings)
     requirement = "it must be what state_dict() has written"
@@ -204,7 +204,7 @@ def read(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, i
         options.shared <= used <= options.rows
         and 0 <= candidates <= options.candidates
         and 0 <= now < 2**32
-        and min(sightings, handed_over) >= 0
+        and min(sightings, num_reused) >= 0
     ):
         raise InputError(message(requirement, f"numbers {found['numbers'].tolist()}"))
     if any(bool(((each < 0) | (each >= 2**32)).any()) for each in (counts, seen, times)):
@@ -212,4 +212,4 @@ def read(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSnapshot, i
     known = cat([ids[options.shared : used], few[:candidates]])
     if known.unique().numel() != known.numel():
         raise InputError(message(requirement, "an id that comes twice"))
-    return saved, now, handed_over
+    return saved, now, num_reused

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: F401, N812  (what torch's own forward calls it)
+from torch.nn import functional as F  # noqa: F401, N812  (the name in torch's own forward)
 
 from sparsestep._torch import (
     is_exporting,
@@ -101,7 +101,7 @@ def materialize_for_ddp(weights: Iterable[Tensor]) -> None:
         return
     for weight in weights:
         if not weight.requires_grad or source_of(weight) is not None:
-            continue  # a sharded table is none of DDP's
+            continue  # DDP ignores sharded tables
         hooks = post_accumulate_grad_hooks(weight)
         if hooks is None or _materialize_grad not in hooks.values():
             weight.register_post_accumulate_grad_hook(_materialize_grad)

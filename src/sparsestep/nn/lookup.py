@@ -24,7 +24,7 @@ from sparsestep._torch import (
     uses,
     uses_of_memory,
 )
-from sparsestep.deferred.tracking import readable
+from sparsestep.deferred.tracking import catch_up_guarded
 from sparsestep.errors import InputError, RangeError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.indexed import IndexedGrad
@@ -97,22 +97,22 @@ class LookupResult(NamedTuple):
     bag_sizes: Tensor | None = None  # without padding, if MEAN or MAX need them
 
 
-def row_lookup(table: nn.Embedding, ids: Any) -> Lookup:
-    """Return a lookup of single rows."""
+def row_lookup(table: nn.Embedding, input: Any) -> Lookup:
+    """Return a lookup of single rows; arguments as for the module."""
     weight, padding_idx = table.weight, table.padding_idx
     padding_idx = -1 if padding_idx is None else padding_idx
     needs_grad = weight.requires_grad and torch.is_grad_enabled()
-    return Lookup(weight, ids, None, False, None, ROWS, padding_idx, needs_grad, table)
+    return Lookup(weight, input, None, False, None, ROWS, padding_idx, needs_grad, table)
 
 
 def bag_lookup(
-    table: nn.EmbeddingBag, ids: Any, offsets: Any = None, per_sample_weights: Any = None
+    table: nn.EmbeddingBag, input: Any, offsets: Any = None, per_sample_weights: Any = None
 ) -> Lookup:
-    """Return a lookup of bags."""
+    """Return a lookup of bags; arguments as for the module."""
     weight, padding_idx = table.weight, table.padding_idx
     return Lookup(
         weight,
-        ids,
+        input,
         offsets,
         table.include_last_offset,
         per_sample_weights,
@@ -182,7 +182,7 @@ def _look_up_natively(lookups: list[Lookup]) -> list[LookupResult] | None:
         is_invalid = lookup.mode < 0 or (lookup.mode == MAX and table.scale_grad_by_freq)
         if is_invalid or table.max_norm is not None or not weight.is_leaf:
             return None
-        memory = readable(weight, ids)
+        memory = catch_up_guarded(weight, ids)
         if type(ids) is Tensor and ids.layout is torch.strided and not ids.is_contiguous():
             lookup = lookup._replace(ids=ids.contiguous())
         requests.append(lookup if memory is weight else lookup._replace(weight=memory))
@@ -210,7 +210,7 @@ def look_up(lookups: list[Lookup]) -> list[LookupResult] | None:
 
 def _look_up_with_torch(lookups: list[Lookup]) -> list[LookupResult]:
     with torch.no_grad():
-        weights = [readable(lookup.weight, lookup.ids) for lookup in lookups]
+        weights = [catch_up_guarded(lookup.weight, lookup.ids) for lookup in lookups]
         for lookup, weight in zip(lookups, weights, strict=True):
             table = lookup.table
             if table.max_norm is not None:
@@ -228,7 +228,7 @@ def _pool(lookup: Lookup, weight: Tensor) -> LookupResult:
         offsets = torch.arange(count, dtype=ids.dtype, device=ids.device) * length
         ids = ids.reshape(-1)
     if padding_idx < 0 and mode != MAX and not weight.is_contiguous():
-        # Rows that lie apart, as in a file: torch would copy all of them.
+        # Rows that are not adjacent, as in a file: torch would copy the whole table.
         rows, inverse = ids.unique(return_inverse=True)
         weight, ids = weight.index_select(0, rows), inverse.to(ids.dtype)
     options = lookup.per_sample_weights, lookup.include_last_offset, padding_idx
@@ -366,7 +366,7 @@ def _check_per_sample_weights(table: Any, weight: Tensor, ids: Tensor, weights: 
 
 
 def describe(thing: object) -> str:
-    """Say what was given instead of a tensor of integers."""
+    """Describe an argument that should be a tensor of integers."""
     if not isinstance(thing, Tensor):
         return "None" if thing is None else f"a {type(thing).__name__}"
     return f"a {thing.dtype} tensor of shape {tuple(thing.shape)}"
@@ -518,8 +518,8 @@ def per_sample_weights_grad(lookup: Lookup, grad: Tensor) -> Tensor:
 def unshared(grad: Tensor) -> Tensor:
     """Return the gradient of an output, or a clone if its memory is shared.
 
-    Autograd passes the same tensor to whatever was added up. A view of it may become the gradient
-    of a parameter, to which the next backward adds in place, before the optimizer reads it here.
+    Autograd passes the same tensor to all summands. A view of it may become the gradient of a
+    parameter, to which the next backward adds in place, before the optimizer reads it here.
     """
     if not grad.is_contiguous():
         return grad.clone(memory_format=torch.contiguous_format)

@@ -61,7 +61,7 @@ def _hash_tuple(strings: tuple[Any, ...], first: int = 0) -> Tensor:
 
 
 def _hash_string(string: Any, index: int) -> int:
-    """Hash one string without the core. Raises for what the core declines."""
+    """Hash one string without the core; raises if it is invalid."""
     if not isinstance(string, str):
         got = f"a {type(string).__name__} at index {index}"
         raise InputError(message(_STR_REQUIREMENT, got))

@@ -14,21 +14,28 @@ from torch.autograd.graph import increment_version
 
 from sparsestep._process import fork_safe_lock, uninterrupted
 from sparsestep.errors import InputError, memory_errors, message, usable
-from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import RowWrites, about_to_write, mapped_files, written
-from sparsestep.nn import id_table as saving
+from sparsestep.memory.tensors import INTEGER_DTYPES, check_writable, memory_of
 from sparsestep.nn.grow import (
     AnyOptimizer,
     Init,
     Table,
+    as_rule_optimizers,
     do_nothing,
-    drawn,
-    ours,
+    initialize_rows,
     prepare_grow,
     restoring_rng,
     weight_of,
 )
-from sparsestep.nn.id_table import Evict, IdTable, IdTableSnapshot, Options
+from sparsestep.nn.id_table import (
+    STATE_NAMES,
+    Evict,
+    IdTable,
+    IdTableSnapshot,
+    Options,
+    pack_state,
+    unpack_state,
+)
 from sparsestep.nn.interop import excluded_from_compile
 from sparsestep.optim.optimizer import RuleOptimizer
 
@@ -48,13 +55,13 @@ class Attached:
         weight = weight_of(who, table, is_part=is_part)
         self.table = table
         self._is_part = is_part
-        self.optimizers: list[RuleOptimizer] = ours(who, weight, optimizers)
+        self.optimizers: list[RuleOptimizer] = as_rule_optimizers(who, weight, optimizers)
         self.init: Init = nn.init.normal_ if init is None else init
         with usable(f"{who}: init must fill a tensor of rows in place"):
             self._new_values(weight, 1, 0)
 
     def check(self, rows: int, shared: int) -> None:
-        """Raise unless the table fits a vocabulary of so many rows, some of them shared by ids."""
+        """Refuse a table with fewer rows, or with a padding row outside of the shared ones."""
         have, padding = self.table.num_embeddings, self.table.padding_idx
         if have < rows:
             requirement = f"Vocabulary.attach: a table must have a row for each of {rows}"
@@ -74,8 +81,8 @@ class Attached:
         Without rows, table and optimizers are checked. Returns what to call after the commit.
         """
         weight = weight_of("Vocabulary", self.table, is_part=self._is_part)
-        memory = parameters.memory_of(weight)
-        parameters.check_writable("the weight of a table", memory)
+        memory = memory_of(weight)
+        check_writable("the weight of a table", memory)
         for optimizer in self.optimizers:
             optimizer.prepare_forget(weight, rows, writes, is_overwritten=True)
         if not rows.numel():
@@ -87,14 +94,14 @@ class Attached:
 
     def _new_values(self, weight: Tensor, count: int, seed: int) -> Tensor:
         values = torch.empty(count, *weight.shape[1:], dtype=weight.dtype, device="cpu")
-        return drawn(values, self.init, seed)
+        return initialize_rows(values, self.init, seed)
 
     def _note_written(self, weight: Tensor) -> None:
         increment_version([weight])
         for optimizer in self.optimizers:
             deferred = optimizer.deferred.get(id(weight))
             if deferred is not None:
-                deferred.note_write(parameters.memory_of(weight))
+                deferred.note_write(memory_of(weight))
         if mapped_files:
             written([weight])
 
@@ -169,7 +176,7 @@ class Vocabulary(nn.Module):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Create what is neither pickled nor copied."""
+        """Create the members that are neither pickled nor copied."""
         self.id_table: IdTable = IdTable(self.options)
         self.lock: threading.RLock = fork_safe_lock()
         self.attached: list[Attached] = []
@@ -188,7 +195,7 @@ class Vocabulary(nn.Module):
             return self.id_table.used
 
     def extra_repr(self) -> str:
-        """What it was made with."""
+        """Describe the options."""
         options = self.options
         more = f", shared={options.shared}" if options.shared > 1 else ""
         return f"{options.rows}, admit={options.admit}, evict={options.evict!r}{more}"
@@ -310,7 +317,7 @@ class Vocabulary(nn.Module):
         return rows
 
     def _prepare_look_up(self, ids: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Do everything that can raise: return the row of each id, and what commits the lookup."""
+        """Do everything that can raise; returns the row of each id, and the commit."""
         if not self.training or not ids.numel():
             return self.id_table.find(ids)[0], do_nothing
         now, progress = self._time()
@@ -414,7 +421,7 @@ class Vocabulary(nn.Module):
             uninterrupted(lambda: [work() for work in (*tables, commit, keep_rng)])
 
     def prepare_grow(self, rows: int) -> Callable[[], None]:
-        """Prepare more rows, without the tables'; what is returned commits."""
+        """Prepare more rows, without those of tables; returns the commit."""
         _check_number("rows", rows, self.rows, _MOST_ROWS)
         options = replace(self.options, rows=rows)
         larger = self.id_table.with_rows(options, self.now)
@@ -436,7 +443,7 @@ class Vocabulary(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         with self.lock:
-            found = saving.write(self.id_table.save(), self.now, self.num_reused)
+            found = pack_state(self.id_table.save(), self.now, self.num_reused)
         for name, tensor in found.items():
             destination[prefix + name] = tensor
 
@@ -450,25 +457,25 @@ class Vocabulary(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        missing = [prefix + name for name in saving.NAMES if prefix + name not in state_dict]
+        missing = [prefix + name for name in STATE_NAMES if prefix + name not in state_dict]
         missing_keys += missing
         if missing:
             return
-        found = {name: state_dict[prefix + name] for name in saving.NAMES}
+        found = {name: state_dict[prefix + name] for name in STATE_NAMES}
         try:
             with memory_errors():
-                saved, now, handed_over = saving.read(self.options, found)
+                saved, now, num_reused = unpack_state(self.options, found)
         except InputError as error:
             error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {error}")
             return
-        self.restore(saved, now, handed_over)
+        self.restore(saved, now, num_reused)
 
-    def restore(self, saved: IdTableSnapshot, now: int, handed_over: int) -> None:
-        """Replace everything by what ``saving.read`` has found. Atomic."""
+    def restore(self, saved: IdTableSnapshot, now: int, num_reused: int) -> None:
+        """Replace everything by a snapshot. Atomic."""
         with self.lock, memory_errors():
             ids = IdTable(self.options)
             ids.load(saved, now)
-            self._change(id_table=ids, now=now, num_reused=handed_over, _progress=[])
+            self._change(id_table=ids, now=now, num_reused=num_reused, _progress=[])
 
     def _change(self, **attributes: Any) -> None:
         """Set attributes in one step that no signal handler can interrupt."""
@@ -477,7 +484,7 @@ class Vocabulary(nn.Module):
 
 def flat_ids(ids: Any) -> Tensor:
     """Return ids as int64 of one dim on the CPU. Raises if they are not integers."""
-    if not isinstance(ids, Tensor) or ids.dtype not in parameters.INTEGER_DTYPES:
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGER_DTYPES:
         got = f"{ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         remedy = "sparsestep.nn.hash_strings makes ids of strings"
         requirement = "Vocabulary: ids must be integers, in a tensor"

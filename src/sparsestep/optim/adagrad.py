@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args, passes_options
+from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, kernel_of
 from sparsestep.rules.idle import NoDrift

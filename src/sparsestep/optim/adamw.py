@@ -10,14 +10,13 @@ from typing_extensions import Unpack
 
 from sparsestep.errors import InputError, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args, passes_options
+from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.adam import RULES, Adam
 from sparsestep.optim.functional import (
     FunctionalOptimizer,
     FunctionOptions,
     WeightDecay,
     apply_,
-    check_keywords,
     signature_from,
 )
 from sparsestep.optim.optimizer import RuleOptimizer
@@ -131,7 +130,6 @@ def adamw_(
     hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     rule = RULES[max_exp_avg_sq is not None][False]
     state = [exp_avg, exp_avg_sq, max_exp_avg_sq][: len(rule.state)]
-    check_keywords("adamw_", shared)
     decay = WeightDecay(weight_decay=weight_decay, decoupled_weight_decay=True)
     apply_("adamw_", rule, param, grad, state, step, hyperparams, **decay, **shared)
 

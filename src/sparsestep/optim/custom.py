@@ -227,8 +227,8 @@ def _wrap_formula(function: Formula, signature: inspect.Signature, compile: Any)
     name = function.__name__
 
     def copying(*values: Tensor, **options: Any) -> Any:
-        # The values of a dense gradient are the parameter, gradient and state themselves. Inside
-        # what is compiled, the copies are free.
+        # The values of a dense gradient are the parameter, gradient and state themselves. Compiled,
+        # the copies are free.
         return function(*(value.clone() for value in values), **options)
 
     # torch.compile counts by code object how often it may compile a function.
@@ -253,7 +253,7 @@ def _wrap_formula(function: Formula, signature: inspect.Signature, compile: Any)
 
 
 def _check_result(name: str, value: Any, like: Tensor) -> Any:
-    """Return a result in the dtype of the arithmetic; the engine refuses what is no tensor."""
+    """Return a result in the dtype of the arithmetic; the engine refuses anything but tensors."""
     if not isinstance(value, Tensor):
         return value
     if value.layout is not torch.strided or value.is_complex() or value.device != like.device:

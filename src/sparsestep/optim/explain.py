@@ -29,7 +29,7 @@ class ParamExplanation:
         reason: why it was not the native engine, why it is slow, or why a dense gradient would be
             faster; empty if it is none of these.
         state_bytes: the size of its state. Memory is used only for rows that were updated.
-        rows_behind: with ``semantics="dense"``, how many rows wait for a catch-up.
+        deferred_rows: with ``semantics="dense"``, how many rows wait for a catch-up.
     """
 
     name: str
@@ -37,7 +37,7 @@ class ParamExplanation:
     engine: str | None
     reason: str
     state_bytes: int
-    rows_behind: int
+    deferred_rows: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Explanation:
         return len(self.params)
 
     def __str__(self) -> str:
-        heads = ("parameter", "shape", "engine", "state", "rows behind")
+        heads = ("parameter", "shape", "engine", "state", "deferred rows")
         lines = [heads, *map(_format_row, self.params)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = [
@@ -85,7 +85,7 @@ _MAX_NAMES = 8
 def _format_row(param: ParamExplanation) -> tuple[str, ...]:
     shape = " x ".join(f"{size:,}" for size in param.shape) or "one number"
     engine = param.engine or "no step yet"
-    return (param.name, shape, engine, _format_bytes(param.state_bytes), f"{param.rows_behind:,}")
+    return (param.name, shape, engine, _format_bytes(param.state_bytes), f"{param.deferred_rows:,}")
 
 
 def _format_bytes(count: float) -> str:
@@ -200,7 +200,7 @@ def explain_dense_gradient(param: Tensor, grad: Gradient) -> str:
     return PENALIZED_EMBEDDING if looks_penalized(param, grad) else ""
 
 
-_TROUBLESHOOTING = "https://sparsestep.readthedocs.io/troubleshooting.html"
+_TROUBLESHOOTING = "https://sparsestep.readthedocs.io/en/latest/troubleshooting.html"
 
 
 def embedding_warning(who: str, shape: torch.Size, reason: str) -> str:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args, passes_options
+from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.functional import (
     FunctionalOptimizer,
     FunctionOptions,

@@ -34,7 +34,7 @@ from sparsestep.memory.mapped_file import mapped_files
 from sparsestep.memory.mapped_file import written as note_written
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, check_writable
 from sparsestep.optim import state as states
-from sparsestep.optim._docs import with_args
+from sparsestep.optim._signatures import with_args
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.param_groups import is_immutable
 from sparsestep.optim.step import Step, engine_views, reserve_checked, to_local
@@ -103,7 +103,7 @@ def _flatten(hyperparams: dict[str, Any]) -> tuple[str, list[float], list[Tensor
         if isinstance(value, Tensor):
             names.append(f"{name}=tensor")
             tensors.append(value)
-        elif type(value) in (tuple, list):  # what older compilers understand
+        elif type(value) in (tuple, list):  # a test that older compilers support
             names.append(f"{name}={len(value)}")
             numbers += [float(each) for each in value]
         else:
@@ -310,7 +310,7 @@ def _check_param(param: Tensor) -> None:
 
 
 def _check_state(rule: Rule, param: Tensor, state: Sequence[Tensor | None]) -> list[Tensor]:
-    names = [spec.name for spec in rule.state]
+    names = rule.state_names
     if len(state) != len(names):
         requirement = f"these options need the state {', '.join(names)}"
         raise InputError(message(requirement, f"{len(state)} tensors"))
@@ -420,9 +420,9 @@ class FunctionalOptimizer:
         self._prepare()
 
     def _prepare(self) -> None:
-        self._adding = fork_safe_lock()  # is taken before the lock of any parameter
+        self._adding_lock = fork_safe_lock()  # acquired before that of any parameter
         self._locks: dict[int, RLock] = {}
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._cached_plan: CachedPlan | None = None
 
     @property
@@ -452,7 +452,7 @@ class FunctionalOptimizer:
         if torch.compiler.is_compiling():
             _uncompiled_step(self, gradients)
             return
-        with self._adding:  # not while one is on trial
+        with self._adding_lock:  # or a new one might be removed again
             params = list(self.param_group["params"])
         gradients = list(gradients)
         if len(params) != len(gradients):
@@ -461,8 +461,7 @@ class FunctionalOptimizer:
                 f"{len(gradients)}. Pass None for a parameter without a gradient."
             )
         targets = [param for param, grad in zip(params, gradients, strict=True) if grad is not None]
-        alone = self._lock_of(id(targets[0])) if len(targets) == 1 else self._alone_with(targets)
-        with alone:
+        with self._lock_of(id(targets[0])) if len(targets) == 1 else self._holding_locks(targets):
             if not self._replay(0, gradients):
                 step = Step(self.optimizer)
                 step.add_group(0, self.param_group, grads=gradients)
@@ -483,25 +482,25 @@ class FunctionalOptimizer:
         if torch.compiler.is_compiling():
             _uncompiled_step_param(self, param, grad)
             return
-        while not self._step_known(param, grad) and not self._take_on(param, grad):
+        while not self._step_known(param, grad) and not self._add_param(param, grad):
             pass  # another thread has added it meanwhile
 
     def _step_known(self, param: Tensor, grad: Gradient | None) -> bool:
         with self._lock_of(id(param)):
-            place = self._place_of(param)
-            if place is not None and grad is not None:
-                self._update(place, grad)
-            return place is not None
+            index = self._index_of(param)
+            if index is not None and grad is not None:
+                self._update(index, grad)
+            return index is not None
 
-    def _place_of(self, param: Tensor) -> int | None:
-        """Its number in the group, which others may have changed meanwhile."""
+    def _index_of(self, param: Tensor) -> int | None:
+        """Its index in the group, which other threads may change."""
         params = self.param_group["params"]
-        place = self._places.get(id(param))
-        if place is not None and (params[place : place + 1] or [None])[0] is param:
-            return place
+        index = self._indices.get(id(param))
+        if index is not None and (params[index : index + 1] or [None])[0] is param:
+            return index
         found = next((i for i, known in enumerate(params) if known is param), None)
         if found is not None:
-            self._places[id(param)] = found
+            self._indices[id(param)] = found
         return found
 
     def _lock_of(self, key: int) -> RLock:
@@ -545,10 +544,10 @@ class FunctionalOptimizer:
         optimizer.updates += 1
         return True
 
-    def _take_on(self, param: Tensor, grad: Gradient | None) -> bool:
+    def _add_param(self, param: Tensor, grad: Gradient | None) -> bool:
         """Add a parameter, with its first step; false if another thread has added it meanwhile."""
-        with self._adding, self._lock_of(id(param)):
-            if self._place_of(param) is not None:
+        with self._adding_lock, self._lock_of(id(param)):
+            if self._index_of(param) is not None:
                 return False
             group = self.param_group
             self._check_new(param, group)
@@ -578,7 +577,7 @@ class FunctionalOptimizer:
             self.optimizer.check_params(0, {**group, "params": [param]})
 
     @contextmanager
-    def _alone_with(self, params: list[Tensor]) -> Iterator[None]:
+    def _holding_locks(self, params: list[Tensor]) -> Iterator[None]:
         """Hold the locks of several parameters, always acquired in the same order."""
         locks = [self._lock_of(key) for key in sorted({id(param) for param in params})]
         held: list[RLock] = []
@@ -597,22 +596,22 @@ class FunctionalOptimizer:
     def catch_up(self, param: Tensor | None = None, rows: Tensor | None = None) -> None:
         """Apply the deferred updates of rows, under ``semantics="dense"``."""
         targets = self.param_group["params"] if param is None else [param]
-        with self._alone_with(targets):
+        with self._holding_locks(targets):
             self.optimizer.catch_up(param, rows)
 
     def forget(self, param: Tensor, rows: Tensor) -> None:
         """Reset the state of rows, like ``forget`` of the optimizer of the same name."""
-        with self._alone_with([param]):
+        with self._holding_locks([param]):
             self.optimizer.forget(param, rows)
 
     def state_dict(self) -> StateDict:
         """The state dict of the optimizer of the same name."""
-        with self._adding, self._alone_with(self.param_group["params"]):
+        with self._adding_lock, self._holding_locks(self.param_group["params"]):
             return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint of this class, of the optimizer of the same name, or of torch's."""
-        with self._adding, self._alone_with(self.param_group["params"]):
+        with self._adding_lock, self._holding_locks(self.param_group["params"]):
             self.optimizer.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

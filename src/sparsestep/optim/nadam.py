@@ -17,9 +17,9 @@ from typing_extensions import Unpack
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import adam
-from sparsestep.optim._docs import document_args, passes_options
+from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
-from sparsestep.optim.optimizer import RuleOptimizer, run_torch_kernel
+from sparsestep.optim.optimizer import RuleOptimizer, kernel_of
 from sparsestep.rules.idle import AdamDrift
 from sparsestep.rules.options import Betas, SharedOptions, as_float
 from sparsestep.rules.rule import Rule
@@ -32,24 +32,22 @@ def momentum(step: int, beta1: float, momentum_decay: float) -> float:
     return beta1 * (1 - 0.5 * math.pow(0.96, step * momentum_decay))
 
 
-def momentum_product(
-    step: int, beta1: float, momentum_decay: float, dtype: torch.dtype = torch.float32
-) -> float:
+def momentum_product(step: int, beta1: float, momentum_decay: float) -> float:
     """The product of the momentum of all steps so far; 0 if it no longer matters.
 
-    Torch has it in a float32 tensor, so it is rounded after each step.
+    It is rounded to float32 after each step, as in torch under its default dtype.
     """
-    known = _known_products(beta1, momentum_decay, dtype)
+    known = _known_products(beta1, momentum_decay)
     for i in range(len(known), step + 1):
         if known[i - 1] < _NEGLIGIBLE:
             return 0.0
-        product = torch.tensor(known[i - 1], dtype=dtype, device="cpu")
+        product = torch.tensor(known[i - 1], dtype=torch.float32, device="cpu")
         known[i] = (product * momentum(i, beta1, momentum_decay)).item()
     return known[step]
 
 
 @lru_cache(maxsize=64)
-def _known_products(beta1: float, momentum_decay: float, dtype: torch.dtype) -> dict[int, float]:
+def _known_products(beta1: float, momentum_decay: float) -> dict[int, float]:
     return {0: 1.0}
 
 
@@ -96,9 +94,11 @@ _IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, siz
 def _torch_product(group: Mapping[str, Any], step: Tensor) -> Tensor:
     """Return torch's ``mu_product``."""
     beta1, momentum_decay = as_float(group["betas"][0]), as_float(group["momentum_decay"])
-    return torch.full_like(step, momentum_product(int(step), beta1, momentum_decay, step.dtype))
+    product = momentum_product(int(step), beta1, momentum_decay)
+    return torch.full_like(step, product, dtype=torch.float32)
 
 
+_torch_kernel = kernel_of(torch_nadam, "exp_avg", "exp_avg_sq", "mu_product")
 RULE = Rule("nadam", update, adam.MOMENTS, has_native_kernel=True, idle_update=_IDLE)
 
 
@@ -165,7 +165,7 @@ class NAdam(RuleOptimizer, Optimizer):
         """Let torch's own kernel do the step of dense gradients."""
         products = [_torch_product(batch.group, step) for step in batch.steps]
         batch = replace(batch, state={**batch.state, "mu_product": products})
-        run_torch_kernel(torch_nadam, batch, "exp_avg", "exp_avg_sq", "mu_product")
+        _torch_kernel(batch)
 
     def state_dict(self, *, packed: bool = False) -> StateDict:
         """Like torch's, with ``mu_product``. All rows are brought up to date first."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -30,12 +30,7 @@ from sparsestep._torch import (
     profiler_range,
 )
 from sparsestep.deferred.rows import DeferredRows, as_real_rows, replay_dense_step
-from sparsestep.deferred.tracking import (
-    Tracking,
-    predecessor_of,
-    replace_tracked,
-    warn_if_tracked_elsewhere,
-)
+from sparsestep.deferred.tracking import Tracking, warn_if_tracked_elsewhere
 from sparsestep.engines.base import GroupSettings, finish
 from sparsestep.engines.native import CachedPlan, replay_step
 from sparsestep.engines.torch_fused import DenseBatch
@@ -47,7 +42,7 @@ from sparsestep.memory.mapped_file import (
     about_to_write,
     file_of,
     mapped_files,
-    settle,
+    store_in_rows,
     written,
 )
 from sparsestep.memory.tensors import is_distributed, memory_of
@@ -63,7 +58,7 @@ from sparsestep.optim.param_groups import ParamGroup, ParamGroups, options_for_r
 from sparsestep.optim.state_dict import LoadedState, masked_state, read_state_dict
 from sparsestep.optim.step import Step, StepInBackward, reserve_rows
 from sparsestep.rules import options
-from sparsestep.rules._derive_idle import derive_idle_update
+from sparsestep.rules.derived_idle import derive_idle_update
 from sparsestep.rules.int8 import with_int8_state
 from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
@@ -79,35 +74,27 @@ else:
     _Base = object
 
 
-def run_torch_kernel(
-    function: Callable[..., None], batch: DenseBatch, *state: str, tensor_betas: bool = False
-) -> None:
-    """Call a function of ``torch.optim``, such as its ``adam``, on dense gradients.
-
-    It takes parameters, gradients, lists of state (whose names are ``state``), step counts, then
-    options by name; ``tensor_betas`` if betas may be tensors.
-    """
-    names = _argument_names(function)[len(state) + 3 :]
-    chosen = {name: batch.group[name] for name in names if name in batch.group}
-    if "betas" in batch.group:
-        betas = batch.group["betas"]
-        chosen["beta1"], chosen["beta2"] = betas if tensor_betas else options.as_floats(betas)
-    lists = [batch.state.get(name, []) for name in state]
-    function(
-        batch.params, batch.grads, *lists, batch.steps, has_complex=batch.has_complex, **chosen
-    )
-
-
 def kernel_of(
     function: Callable[..., None], *state: str, tensor_betas: bool = False
 ) -> Callable[[DenseBatch], None]:
-    """Return the ``torch_kernel`` of an optimizer class; arguments as for ``run_torch_kernel``."""
-    return lambda batch: run_torch_kernel(function, batch, *state, tensor_betas=tensor_betas)
+    """Return the ``torch_kernel`` that calls a function of ``torch.optim``, such as its ``adam``.
 
+    The function takes parameters, gradients, lists of state (whose names are ``state``), step
+    counts, then options by name; ``tensor_betas`` if betas may be tensors.
+    """
+    names = list(inspect.signature(function).parameters)[len(state) + 3 :]
 
-@lru_cache
-def _argument_names(function: Callable[..., None]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+    def run(batch: DenseBatch) -> None:
+        chosen = {name: batch.group[name] for name in names if name in batch.group}
+        if "betas" in batch.group:
+            betas = batch.group["betas"]
+            chosen["beta1"], chosen["beta2"] = betas if tensor_betas else options.as_floats(betas)
+        lists = [batch.state.get(name, []) for name in state]
+        function(
+            batch.params, batch.grads, *lists, batch.steps, has_complex=batch.has_complex, **chosen
+        )
+
+    return run
 
 
 class RuleOptimizer(_Base):
@@ -173,10 +160,6 @@ class RuleOptimizer(_Base):
             _uncompiled_init(self, params, defaults, engine=engine, semantics=semantics, **extras)
             return
         self._init_members()
-        params = params if isinstance(params, Tensor) else list(params)
-        replaced = predecessor_of(type(self), params) if semantics == "masked" else None
-        if replaced is not None:
-            engine, semantics = replaced.engine, replaced.semantics
         self.engine = engine
         self.semantics = semantics
         unknown = sorted(extras.keys() - set(self.group_options))
@@ -196,8 +179,6 @@ class RuleOptimizer(_Base):
         self._complete_on_demand()
         if self.has_initial_state:
             self.materialize_state()
-        if replaced is not None:
-            replace_tracked(replaced, self)
 
     def _optimizer_options(self) -> dict[str, Any]:
         """Return the options of the optimizer, not of its groups, that are not the defaults."""
@@ -207,10 +188,10 @@ class RuleOptimizer(_Base):
         }
 
     def _init_members(self) -> None:
-        """Create what is neither pickled nor copied."""
+        """Create the members that are neither pickled nor copied."""
         self._loading: LoadedState | None = None
-        self.iterations: int = 0  # how often step() or zero_grad() was called
-        self.updates: int = 0  # how often parameters were updated without step()
+        self.iterations: int = 0
+        self.updates: int = 0
         self.groups: ParamGroups = ParamGroups()
         self.deferred: dict[int, DeferredRows] = {}
         self.used_engines: dict[int, tuple[Tensor, str, str]] = {}
@@ -617,6 +598,11 @@ class RuleOptimizer(_Base):
         that holds a table catches up all rows. Everything is current after ``eval()``, and in the
         model's ``state_dict()``, pickles and copies.
 
+        Some frameworks create the optimizer again before the first step, with all options of a
+        param group: ``type(optimizer)(params, **options)``. The new one has the same semantics, and
+        tracks the model instead, unless ``semantics`` is passed or the class comes from
+        :func:`sparsestep.rule`.
+
         Args:
             model: a model with parameters of this optimizer, which needs ``semantics="dense"``.
             guard: catch up rows for every torch operation that reads the tables, inside the model
@@ -653,30 +639,26 @@ class RuleOptimizer(_Base):
             >>> list(optimizer.state[weight])
             ['step', 'sum']
         """
-        self._materialize(lambda param: True)
+        self._materialize(include_frozen=True)
 
-    def _materialize(self, is_wanted: Callable[[Tensor], bool]) -> None:
+    def _materialize(self, *, include_frozen: bool) -> None:
         for group in self.param_groups:
             if not self.can_materialize_state(group):
                 continue
             dtype = group.get("state_dtype")
             for param in group["params"]:
                 # The shape of a lazy parameter is not known yet.
-                if self.state.get(param) or is_lazy(param) or not is_wanted(param):
+                if self.state.get(param) or is_lazy(param):
                     continue
-                rule, packed = self.stored_rule_for(group, param), self._packed_mask(group, param)
+                if not (include_frozen or param.requires_grad):
+                    continue
+                rule, mask = self.stored_rule_for(group, param), _mask_of(group, param)
+                packed = states.packed_layout(rule, mask, param, group, self.engine)
                 made = states.new_state(rule, memory_of(param), group, dtype, packed)
                 param_state = states.new_param_state(self, group, rule, param, made)
                 if param_state:
                     self.store.set_layout(param, packed)
                     self.state[param] = param_state
-
-    def _packed_mask(self, group: ParamGroup, param: Tensor) -> masks.PackedMask | None:
-        """Return the layout that new state of a parameter has."""
-        listed = masks.per_param(group.get("mask"), group["params"])
-        found = next(m for m, each in zip(listed, group["params"], strict=True) if each is param)
-        rule = self.stored_rule_for(group, param)
-        return states.packed_layout(rule, found, param, group, self.engine)
 
     def _complete_on_demand(self) -> None:
         """Have torch's checkpoints find state for every parameter."""
@@ -685,7 +667,7 @@ class RuleOptimizer(_Base):
 
     def complete_state(self) -> None:
         """Create missing state of parameters that require a gradient, for a checkpoint."""
-        self._materialize(lambda param: param.requires_grad)
+        self._materialize(include_frozen=False)
         if len(self.state):  # among others, a parameter that needs no state has an empty one
             for param in self.params():
                 self.state[param]
@@ -739,12 +721,8 @@ class RuleOptimizer(_Base):
                 if isinstance(value, Tensor) and file_of(value) is None:  # files are shared anyway
                     value.share_memory_()
 
-    def move_to_huge_pages(self) -> None:
-        """Move parameters and state to huge pages now, which a long training gets in time."""
-        self.store.huge_pages.move_all()
-
     def forget(self, param: Tensor, rows: Tensor) -> None:
-        """Reset the state of rows to what it is before the first step.
+        """Reset the state of rows to its initial value.
 
         This resets moments and sums, and the row's own count (``bias_correction="per_row"``). With
         ``semantics="dense"``, the row catches up first, and then counts as one that never had a
@@ -779,7 +757,7 @@ class RuleOptimizer(_Base):
     def prepare_forget(
         self, param: Tensor, rows: Tensor, writes: RowWrites, *, is_overwritten: bool = False
     ) -> None:
-        """Add the state of rows to what ``writes`` resets; everything that can raise.
+        """Add the reset of the rows' state to ``writes``: everything that can raise.
 
         Rows of the parameter that are overwritten as well need not catch up.
         """
@@ -876,9 +854,7 @@ class RuleOptimizer(_Base):
         defers = self.semantics == "dense"
         masks.check_masks(group.get("mask"), params, defers=defers)
         masks.check_masks([mask], [memory], defers=defers)
-        listed = list(masks.per_param(group.get("mask"), params))
-        places = [index for index, each in enumerate(params) if each is param]
-        old = listed[places[0]]
+        old = _mask_of(group, param)
         _, _, layout = self.stored_state(param)
         if mask is not None and mask is old and layout is None:
             requirement = "the mask must be another tensor than the one in use"
@@ -898,8 +874,8 @@ class RuleOptimizer(_Base):
                 both = [m for m in (old, mask) if m is not None]
                 stays = reduce(and_, (masks.over_elements(m, memory.shape) for m in both))
                 self._prepare_reset(param, changed, stays.flatten(1).any(1), writes)
-        for place in places:
-            listed[place] = mask
+        known = zip(params, masks.per_param(group.get("mask"), params), strict=True)
+        listed = [mask if each is param else its_mask for each, its_mask in known]
         if all(each is None for each in listed):
             return [*calls, partial(group.pop, "mask", None)]
         given = listed[0] if len(listed) == 1 else listed
@@ -913,7 +889,7 @@ class RuleOptimizer(_Base):
         old: Tensor | None,
         new: Tensor | None,
     ) -> list[Callable[[], object]]:
-        """Copy state from one layout to another, without what only one of two masks selects."""
+        """Copy state from one layout to another; entries that only one mask selects start over."""
         group, memory = self.group_of(param), memory_of(param)
         tensors, values = self._resettable_state(param)
         if not tensors:
@@ -940,7 +916,7 @@ class RuleOptimizer(_Base):
     def _prepare_reset(
         self, param: Tensor, changed: Tensor, row_stays: Tensor, writes: RowWrites
     ) -> None:
-        """Add the state of elements to what ``writes`` resets; everything that can raise.
+        """Add the reset of the elements' state to ``writes``: everything that can raise.
 
         State per row is reset unless the row has an element that both masks keep.
         """
@@ -969,15 +945,12 @@ class RuleOptimizer(_Base):
             The commit, to be called once the parameter has grown. It cannot fail.
         """
         group = self.group_of(param)
-        if group.get("mask") is not None:
-            listed = masks.per_param(group["mask"], group["params"])
-            pairs = zip(listed, group["params"], strict=True)
-            if any(mask is not None and each is param for mask, each in pairs):
-                requirement = (
-                    "a parameter with a mask cannot grow: the mask does not cover the new rows"
-                )
-                remedy = "Remove it from the param group, and set a larger one afterwards"
-                raise InputError(message(requirement, "a mask", remedy))
+        if _mask_of(group, param) is not None:
+            requirement = (
+                "a parameter with a mask cannot grow: the mask does not cover the new rows"
+            )
+            remedy = "Remove it from the param group, and set a larger one afterwards"
+            raise InputError(message(requirement, "a mask", remedy))
         rule, param_state, _ = self.stored_state(param)
         if param_state and states.is_complete(rule, param_state):
             states.check_state(rule, memory_of(param), param_state)
@@ -1026,7 +999,7 @@ class RuleOptimizer(_Base):
             >>> table(torch.tensor([1, 2])).sum().backward()
             >>> optimizer.step()
             >>> print(optimizer.explain())
-            parameter  shape       engine     state      rows behind
+            parameter  shape       engine     state      deferred rows
             weight     1,000 x 16  reference  125.0 KiB  0
             weight: you set engine='reference'.
         """
@@ -1141,13 +1114,14 @@ class RuleOptimizer(_Base):
         """Load a checkpoint of this class or of torch's class with the same state.
 
         The state keeps its own precision (torch would cast it to the parameter's), and is copied.
-        Options that the checkpoint does not know keep the values that they have. A checkpoint that
-        does not fit is refused, and nothing is changed. Under ``semantics="dense"`` rows are
-        brought up to date first, for the parameters themselves are no part of the checkpoint.
+        Options that the checkpoint does not know keep the values that they have. State of elements
+        that a mask excludes is not loaded if the state is packed. A checkpoint that does not fit is
+        refused, and nothing is changed. Under ``semantics="dense"`` rows are brought up to date
+        first, for the parameters themselves are no part of the checkpoint.
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):
-            read_state_dict(self, given, ())  # says what is wrong with it
+            read_state_dict(self, given, ())  # raises
 
         def look(_: Optimizer, after_hooks: StateDict) -> None:
             names = self.option_names + self.group_options
@@ -1213,7 +1187,7 @@ class RuleOptimizer(_Base):
                 group.setdefault(name, value)
         if mapped_files:
             for _, param_state in loading.state:
-                settle(param_state)
+                store_in_rows(param_state)
         state["state"].update(loading.state)
         state["layouts"] = loading.layouts
 
@@ -1222,6 +1196,12 @@ class RuleOptimizer(_Base):
 _uncompiled_init = disable_compiler(RuleOptimizer.__init__)
 _uncompiled_step = disable_compiler(RuleOptimizer.step)
 _uncompiled_zero_grad = disable_compiler(RuleOptimizer.zero_grad)
+
+
+def _mask_of(group: ParamGroup, param: Tensor) -> Tensor | None:
+    """The mask of a parameter of a group."""
+    pairs = zip(masks.per_param(group.get("mask"), group["params"]), group["params"], strict=True)
+    return next(mask for mask, each in pairs if each is param)
 
 
 def check_model_and_optimizer(who: str, model: Any, optimizer: Any) -> None:

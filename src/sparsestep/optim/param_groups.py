@@ -21,7 +21,7 @@ from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.optim.state import packs_by
 from sparsestep.rules import options
-from sparsestep.rules._derive_idle import unsupported_message
+from sparsestep.rules.derived_idle import unsupported_message
 from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
 
@@ -71,7 +71,7 @@ class ParamGroups:
 
     def cached_plan(self, count: int) -> CachedPlan | None:
         """The plan of a step of the first ``count`` groups; ``None`` if it cannot be replayed."""
-        before = CachedPlan([], [], [], [])
+        plan = CachedPlan([], [], [], [])
         for group_index in range(count):
             if group_index not in self._settings:
                 return None
@@ -80,7 +80,7 @@ class ParamGroups:
             if settings.seed is not None:  # random bits differ in every step
                 return None
             if settings.rule.traceable_update is not None:
-                before.traced.append((group_index, settings))
+                plan.traced.append((group_index, settings))
             elif group is None:
                 return None
             masked = None
@@ -88,9 +88,9 @@ class ParamGroups:
                 masked = masks.cached_masks(*self._selections[group_index])
                 if masked is None:
                     return None
-            before.cached_groups.append((values, group, masked))
-            before.settings.append(settings)
-        return before
+            plan.cached_groups.append((values, group, masked))
+            plan.settings.append(settings)
+        return plan
 
     @staticmethod
     def read(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> GroupSettings:
@@ -202,7 +202,7 @@ def param_name(group: ParamGroup, group_index: int, index: int) -> str:
 
 
 def _check_dense_semantics(rule: Rule, group: ParamGroup, *, coupled: bool, left: float) -> None:
-    """Refuse what dense semantics has no closed form for."""
+    """Refuse rules and options without a closed form for idle rows."""
     if rule.idle_update is None and options.get_option(group, "bias_correction") == "per_row":
         requirement = (
             "with semantics='dense' every row takes every step: bias_correction must be global"

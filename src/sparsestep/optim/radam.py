@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import adam
-from sparsestep.optim._docs import document_args, passes_options
+from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, kernel_of
 from sparsestep.rules.options import Betas, SharedOptions

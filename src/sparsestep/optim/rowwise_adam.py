@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import adam
-from sparsestep.optim._docs import document_args, passes_options
+from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
@@ -90,7 +90,8 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
     The state is ``step``, ``exp_avg`` and ``exp_avg_sq``, which has one value per row. With
     ``betas=(0.0, beta2)`` there is no ``exp_avg``: the state is 4 bytes per row, or 8 with
     ``bias_correction="per_row"``, whatever the length of a row. You may set the first beta of a
-    group to zero during training; an ``exp_avg`` that is there is no longer used.
+    group to zero during training; an ``exp_avg`` that is there is no longer used. The other way is
+    refused: there is no ``exp_avg`` to continue from.
 
     With ``dense="elementwise"``, parameters with dense gradients get :class:`Adam`'s formula and
     state. The first gradient of a parameter decides, and its state keeps the decision: a later

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
-from sparsestep.optim._docs import document_args, passes_options
+from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules import options as checks
@@ -188,22 +188,19 @@ def sgd_(
         >>> weight[:, 0].tolist()
         [0.0, -1.0]
     """
+    of_momentum = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
     if nesterov is not False or momentum_buffer is None:
         with error_prefix("sgd_"):
-            checks.check_options(
-                {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-            )
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise InputError("sgd_: Nesterov momentum requires a momentum and zero dampening.")
+            checks.check_options(of_momentum)
+            SGD.check_options(of_momentum)
     if momentum_buffer is None and momentum:
         requirement = "sgd_: momentum needs a momentum_buffer"
         raise InputError(message(requirement, "None", "Pass a tensor of zeros, and step=1"))
-    state: list[Tensor] = []
-    rule, hyperparams = RULE, {"lr": lr}
-    if momentum_buffer is not None:
-        rule, state = MOMENTUM, [momentum_buffer]
-        hyperparams |= {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
-    apply_("sgd_", rule, param, grad, state, step, hyperparams, **shared)
+    if momentum_buffer is None:
+        apply_("sgd_", RULE, param, grad, [], step, {"lr": lr}, **shared)
+    else:
+        hyperparams = {"lr": lr, **of_momentum}
+        apply_("sgd_", MOMENTUM, param, grad, [momentum_buffer], step, hyperparams, **shared)
 
 
 class FunctionalSGD(

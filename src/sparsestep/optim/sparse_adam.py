@@ -1,4 +1,4 @@
-"""Adam over what was touched, with the formula of ``torch.optim.SparseAdam``."""
+"""Adam that updates entries of the gradient alone, as ``torch.optim.SparseAdam``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads.layouts import Gradient
 from sparsestep.optim import adam
-from sparsestep.optim._docs import document_args, passes_options
+from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.functional import (
     FunctionalOptimizer,
     FunctionOptions,

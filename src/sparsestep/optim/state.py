@@ -117,6 +117,8 @@ def relayout(
         >>> relayout(state, [0.5], torch.Size([1, 3]), old, None)
         [tensor([[1.0000, 2.0000, 0.5000]])]
     """
+    for tensor in tensors:
+        parameters.check_writable("the state", tensor)
     tensors = [tensor.detach() for tensor in tensors]
     if old is None:
         assert new is not None
@@ -239,7 +241,8 @@ def check_state(
         tensor = state.get(spec.name)
         if not isinstance(tensor, Tensor):
             requirement = f"the state must have a tensor {spec.name!r}"
-            raise InputError(message(requirement, ", ".join(map(str, state))))
+            remedy = "Set back the option that needs it, or make a new optimizer"
+            raise InputError(message(requirement, ", ".join(map(str, state)), remedy))
         tensor = memory_of(tensor)
         same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
         wanted = state_shape(spec, param, packed)

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: all of it is checked before anything is replaced."""
+"""Loading a checkpoint: everything is checked before anything is replaced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadedState(NamedTuple):
 def read_state_dict(
     optimizer: RuleOptimizer, saved: Any, names: tuple[str, ...], *, copy: bool = True
 ) -> LoadedState | None:
-    """Read what ``state_dict()`` of this class or of torch's has written; changes nothing.
+    """Read the state dict of this class or of torch's; changes nothing.
 
     Options in ``names`` keep their value if the checkpoint does not know them. Returns ``None`` if
     the numbers of groups or parameters differ, for torch to refuse. Without ``copy``, tensors are
@@ -152,7 +152,7 @@ def _read_param_state(
 
 
 def _to_strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved state without sparse tensors: torch's SGD may have some, and what masks let move."""
+    """Saved state without sparse tensors, as torch's SGD and masks by rows may have saved it."""
     shapes = (param.shape, param.shape[:1])  # any other is refused later
     return {
         name: strided(f"its state {name!r}", value)
@@ -201,11 +201,12 @@ def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any]
     if param not in optimizer.store.layouts:
         found: dict[str, Any] | None = optimizer.state.get(param)
         return found
+    group = optimizer.group_of(param)
+    optimizer.check_group(group)
     rule, param_state, packed = optimizer.stored_state(param)
     if not param_state or packed is None:
         return param_state
     tensors = [param_state[name] for name in rule.state_names]
-    group = optimizer.group_of(param)
     values = [states.initial_value(spec, group) for spec in rule.state]
     dense = states.relayout(tensors, values, packed.shape, packed, None)
     return {**param_state, **dict(zip(rule.state_names, dense, strict=True))}
@@ -223,7 +224,7 @@ def masked_state(
                 continue
             layout = optimizer.store.layouts.get(param)
             if layout is not None:
-                # A mask that was changed by hand is not the one that the state is packed by.
+                # A mask that was changed by hand may differ from the layout of the state.
                 is_current = mask is not None and layout.same_as(masks.PackedMask.of(mask))
                 if not (packed and is_current):
                     yield param_state, unpacked_state(optimizer, param) or {}

@@ -1,4 +1,4 @@
-"""One step: all parameters are looked at, engines claim and prepare, then everything is written."""
+"""One step: engines claim and prepare the updates of all parameters, then everything is written."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from sparsestep.grads.layouts import (
     slots_to_rows,
     to_row_slots,
 )
-from sparsestep.memory import tensors as parameters
 from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
-from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES
+from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, is_distributed, memory_of
 from sparsestep.optim import state as states
 from sparsestep.optim.explain import embedding_warning, explain_dense_gradient
 from sparsestep.optim.param_groups import ParamGroup, Selections
@@ -71,8 +70,8 @@ def to_local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gr
     """The memory of a parameter, and the part of its gradient that belongs there."""
     if type(param) is torch.nn.Parameter:
         return param, grad
-    memory = parameters.memory_of(param)
-    if parameters.is_distributed(param):
+    memory = memory_of(param)
+    if is_distributed(param):
         grad = local_grad(param, grad, row_slots=by_row)
     return memory, grad
 
@@ -95,7 +94,7 @@ def new_update(
     optimizer.store.check_writable(param, memory)
     gradient = indexed_grad(memory, grad, row_slots=rule.needs_whole_rows or dense)
     if dense:
-        gradient = gradient._replace(element_mask=None)  # what is not held is zero, and counts
+        gradient = gradient._replace(element_mask=None)  # other elements of a slot count as zero
     tensors = None
     if selection is not None and selection.shape != memory.shape:
         masks.check_masks(selection.mask, [memory])
@@ -204,12 +203,12 @@ class Step:
         self._native = new_native_engine(optimizer.engine)
         if traced and self._native is not None:
             self._native.traces.adopt(traced)
-        self._torch: TorchFusedEngine | None = None  # made when there is something for them
+        self._torch: TorchFusedEngine | None = None  # created for the first update it may run
         self._catch_up: StepCatchUp | None = None
         if optimizer.semantics == "dense":
             self._catch_up = StepCatchUp(optimizer.deferred, optimizer.engine)
-        self._updates: list[ParamUpdate] = []  # those of the sparse engines
-        # Parameters with a dense gradient, and what makes that of an embedding dense.
+        self._updates: list[ParamUpdate] = []  # for engines other than torch's
+        # Parameters with a dense gradient, each with the reason if it is an embedding.
         self._examined: list[tuple[ParamUpdate, str]] = []
         self._has_given_grads = False  # instead of the parameters' own
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
@@ -224,7 +223,7 @@ class Step:
         only: int | None = None,
         grads: Sequence[Gradient | None] | None = None,
     ) -> None:
-        """Take the gradients of a param group, or those passed by hand; ``only`` one parameter."""
+        """Add the gradients of a param group, or ``grads``; ``only`` one parameter."""
         optimizer, params = self._optimizer, group["params"]
         first = 0 if only is None else only
         some = params if only is None else params[only : only + 1]
@@ -300,14 +299,14 @@ class Step:
         params: list[Tensor],
         grads: Sequence[Gradient | None] | None,
     ) -> Sequence[int]:
-        """Let the core claim what matches its fast path; return the indices of the others."""
+        """Let the core claim the gradients of its fast path; return the indices of the others."""
         optimizer, native = self._optimizer, self._native
         indices = range(first, first + len(params))
         if native is None or group.get("differentiable"):
             return indices
         for_core = None
         if selections is not None:
-            if self._catch_up is not None:  # what a mask excludes must not be brought up to date
+            if self._catch_up is not None:  # rows that a mask excludes must not catch up
                 return indices
             some = selections[first : indices.stop]
             if settings.needs_whole_rows and any(s and s.mask.dim() > 1 for s in some):
@@ -350,7 +349,7 @@ class Step:
 
     @property
     def is_native_only(self) -> bool:
-        """Whether the core has claimed every gradient at once, and nothing is left for others."""
+        """Whether the core has claimed every gradient, and no rows catch up first."""
         return self.can_replay and not self._catch_up
 
     @property
@@ -359,7 +358,7 @@ class Step:
         return not self._updates and not self._torch
 
     def run(self) -> None:
-        """Do what was planned: all of it, or raise and nothing."""
+        """Prepare and commit. Atomic: on error, nothing has changed."""
         if torch.compiler.is_compiling():  # the functional optimizers' steps are in no graph
             _uncompiled_run(self)
             return
@@ -394,12 +393,12 @@ class Step:
         self._note_engines()
 
     def cancel(self) -> None:
-        """Give up what was prepared."""
+        """Abandon a step that was prepared."""
         if self._catch_up is not None:
             self._catch_up.cancel()
 
     def commit(self) -> None:
-        """Write what was prepared."""
+        """Write all updates."""
         if not self.is_native_only:
             with profiler_range("sparsestep: commit"):
                 uninterrupted(self._commit)

@@ -47,7 +47,7 @@ class IdleUpdate:
     size: Callable[[int, Hyperparams], tuple[float, float]] = _zero_step
     # The factor of the parameter in the formula, besides decoupled weight decay; None: 1.
     shrink: Callable[[int, Hyperparams], float] | None = None
-    eps: Callable[[Hyperparams], float] = _get_eps  # what ``AdamDrift`` adds to the root
+    eps: Callable[[Hyperparams], float] = _get_eps  # added to the root by ``AdamDrift``
     fits: Callable[[int, Hyperparams], bool] | None = None  # whether a step has this form
     buffer: str = ""  # the state that gives the direction, if one does
     square: str = ""  # the state that divides, if one does
@@ -62,21 +62,21 @@ class IdleUpdate:
         """Return the ratio of successive terms of its series; zero without a series."""
         return 0.0
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: MissedSteps) -> Tensor:
         """Return the parameter after the missed steps; it and its state are float64."""
         raise NotImplementedError
 
-    def decay(self, name: str, old: Tensor, skipped: MissedSteps, dtype: torch.dtype) -> Tensor:
+    def decay(self, name: str, old: Tensor, missed: MissedSteps, dtype: torch.dtype) -> Tensor:
         """Return a state after the missed steps, which is stored as ``dtype``."""
-        return old * skipped.what_is_left(name) if name in skipped.decays else old
+        return old * missed.total_decay(name) if name in missed.decays else old
 
-    def has_moved(self, skipped: MissedSteps) -> Tensor | bool:
+    def has_moved(self, missed: MissedSteps) -> Tensor | bool:
         """Return which rows have moved, of those with a gradient before; all if not known."""
-        return skipped.sums[0] != 0 if skipped.converges else True
+        return missed.sums[0] != 0 if missed.converges else True
 
-    def is_stale(self, skipped: MissedSteps, before: Tensor, after: Tensor) -> Tensor:
+    def is_stale(self, missed: MissedSteps, before: Tensor, after: Tensor) -> Tensor:
         """Return which rows were out of date."""
-        return (skipped.shrink != 1) | skipped.had_gradient & self.has_moved(skipped)
+        return (missed.shrink != 1) | missed.had_gradient & self.has_moved(missed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,11 @@ class NoDrift(IdleUpdate):
 
     native: str = "still"
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: MissedSteps) -> Tensor:
         """Decayed."""
-        return param * skipped.shrink
+        return param * missed.shrink
 
-    def has_moved(self, skipped: MissedSteps) -> bool:
+    def has_moved(self, missed: MissedSteps) -> bool:
         """No row."""
         return False
 
@@ -104,16 +104,16 @@ class GeometricDrift(IdleUpdate):
         """Return the buffer's decay."""
         return decays.get(self.buffer, 1.0)
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: MissedSteps) -> Tensor:
         """The sum of a geometric series, times the buffer."""
-        if skipped.converges:
-            total = skipped.sums[0]
+        if missed.converges:
+            total = missed.sums[0]
         else:
             every = torch.arange(len(param), device=param.device)
-            total = torch.zeros_like(skipped.shrink)
-            for _, size, _ in skipped.replay(self.buffer, every):
+            total = torch.zeros_like(missed.shrink)
+            for _, size, _ in missed.replay(self.buffer, every):
                 total += size
-        return param * skipped.shrink - state[self.buffer] * total
+        return param * missed.shrink - state[self.buffer] * total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,23 +123,23 @@ class SignDrift(IdleUpdate):
     native: str = "sign_drift"
     has_total: ClassVar[bool] = True
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: MissedSteps) -> Tensor:
         """The sum of the sizes, along the sign."""
         # A buffer that is gone after one step has no sign from then on.
-        drift = skipped.total_size(first=None if skipped.decays[self.buffer] else 1)
-        return param * skipped.shrink - state[self.buffer].sign() * drift
+        drift = missed.total_size(first=None if missed.decays[self.buffer] else 1)
+        return param * missed.shrink - state[self.buffer].sign() * drift
 
-    def decay(self, name: str, old: Tensor, skipped: MissedSteps, dtype: torch.dtype) -> Tensor:
+    def decay(self, name: str, old: Tensor, missed: MissedSteps, dtype: torch.dtype) -> Tensor:
         """The buffer never becomes zero, or it would lose its sign."""
-        new = super().decay(name, old, skipped, dtype)
-        if name != self.buffer or not skipped.decays[name]:
+        new = super().decay(name, old, missed, dtype)
+        if name != self.buffer or not missed.decays[name]:
             return new
         least = _MIN_MAGNITUDE.get(dtype, torch.finfo(dtype).smallest_normal)
         return torch.where(new.abs() < least, old.sign() * least, new)
 
-    def has_moved(self, skipped: MissedSteps) -> Tensor:
+    def has_moved(self, missed: MissedSteps) -> Tensor:
         """Return where any step had a size."""
-        return skipped.total_size() != 0
+        return missed.total_size() != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,26 +166,26 @@ class AdamDrift(IdleUpdate):
         # A square that is gone at once leaves nothing to divide by.
         return buffer / root if root else math.inf if buffer else 0.0
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: MissedSteps) -> Tensor:
         """By the series where it is exact enough, else step by step."""
         buffer, root = state[self.buffer], state[self.square].sqrt()
-        *series, error = skipped.sums
-        by_series = error <= skipped.max_error * series[0].abs()
-        by_series = (by_series & skipped.converges).expand_as(buffer)
-        divisor = root * skipped.center + skipped.eps
-        x = torch.where(divisor > 0, 2 * skipped.eps / divisor - 1, -1.0)
+        *series, error = missed.sums
+        by_series = error <= missed.max_error * series[0].abs()
+        by_series = (by_series & missed.converges).expand_as(buffer)
+        divisor = root * missed.center + missed.eps
+        x = torch.where(divisor > 0, 2 * missed.eps / divisor - 1, -1.0)
         move = buffer / divisor * _chebyshev(x, series)
         others = ~by_series & (buffer != 0)
-        replayed = buffer * self._replay(root.expand_as(buffer), skipped, others)
+        replayed = buffer * self._replay(root.expand_as(buffer), missed, others)
         move = torch.where(by_series, move, replayed)
-        return param * skipped.shrink - torch.where(buffer == 0, 0.0, move)
+        return param * missed.shrink - torch.where(buffer == 0, 0.0, move)
 
-    def _replay(self, root: Tensor, skipped: MissedSteps, where: Tensor) -> Tensor:
+    def _replay(self, root: Tensor, missed: MissedSteps, where: Tensor) -> Tensor:
         """The sum of the moves of each entry, for a buffer of one, step by step."""
-        total, decay = torch.zeros_like(root), self.root_decay(skipped.decays)
+        total, decay = torch.zeros_like(root), self.root_decay(missed.decays)
         rows = where.any(dim=1).nonzero().squeeze(1)
-        for step, size, divisor in skipped.replay(self.buffer, rows):
-            total[rows] += size / (root[rows] * decay**step / divisor + skipped.eps)
+        for step, size, divisor in missed.replay(self.buffer, rows):
+            total[rows] += size / (root[rows] * decay**step / divisor + missed.eps)
         return total
 
 
@@ -204,15 +204,13 @@ class RecomputeFromState(IdleUpdate):
     has_total: ClassVar[bool] = True
     recomputes: ClassVar[bool] = True
 
-    def move(self, param: Tensor, state: Mapping[str, Tensor], skipped: MissedSteps) -> Tensor:
+    def move(self, param: Tensor, state: Mapping[str, Tensor], missed: MissedSteps) -> Tensor:
         """Recompute, unless every step size was zero."""
-        if not skipped.hyperparams["lr"]:
+        if not missed.hyperparams["lr"]:
             return param
-        return torch.where(
-            skipped.total_size() == 0, param, self.formula(state, skipped.hyperparams)
-        )
+        return torch.where(missed.total_size() == 0, param, self.formula(state, missed.hyperparams))
 
-    def is_stale(self, skipped: MissedSteps, before: Tensor, after: Tensor) -> Tensor:
+    def is_stale(self, missed: MissedSteps, before: Tensor, after: Tensor) -> Tensor:
         """Return where it differs by more than a rounding of bfloat16."""
         return ((after - before).abs() > after.abs() / 256).any(dim=1, keepdim=True)
 

@@ -5,8 +5,8 @@ value comes to just below 2**17 (``"signed"``) or 2**33 (``"unsigned"``). Then 2
 the float32 result the code has the last bits of the exponent and the first three of the mantissa.
 So values are stored to 6 to 12 percent, down to the 65,536th part of the row's largest value or
 less; smaller ones in equal steps, down to zero, which is exact. Adam divides each element by a root
-of its own, so what rounding does to a small one counts as much as what it does to a large one: with
-half as many bits of exponent and one more of mantissa, the layers of a recommender learned worse.
+of its own, so the relative error of small values matters as much as that of large ones: with one
+bit less of exponent and one more of mantissa, the layers of a recommender learned worse.
 
 ``"signed"`` is for a momentum: a bit for its sign, seven for its size. ``"unsigned"`` is for sums
 and averages of squares: eight bits for the size. A square above zero gets at least the code 1, so

@@ -31,7 +31,7 @@ EngineName: TypeAlias = Literal["auto", "native", "reference", "triton"]
 # gradient is zero, so momentum and decoupled decay go on, when the row is next needed.
 Semantics: TypeAlias = Literal["masked", "dense"]
 
-# Adam's bias correction counts the updates of the parameter, or those of each row.
+# Adam's bias correction counts updates per parameter or per row.
 BiasCorrectionMode: TypeAlias = Literal["global", "per_row"]
 
 # The formula for parameters with dense gradients: row-wise or element-wise.
@@ -76,7 +76,7 @@ def _element(value: Tensor) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as messages show it, whatever its type."""
+    """Return a value of any type as messages show it."""
     if isinstance(value, Tensor):
         found = _element(value)
         is_number = not isinstance(found, Tensor)
@@ -149,7 +149,7 @@ def as_pair(value: Any) -> tuple[Any, Any] | None:
         return None
     try:
         return (value[0], value[1]) if len(value) == 2 else None
-    except (IndexError, TypeError):  # a tensor without dims
+    except (IndexError, TypeError, NotImplementedError):  # no dims, or no access to elements
         return None
 
 
@@ -206,7 +206,7 @@ class Option(NamedTuple):
 
 _TORCH_KERNEL = "passed to torch's kernel; with ``None``, the core runs dense gradients on the CPU."
 
-# Every option of every optimizer. A docstring may describe one of its own in another way.
+# All options of all optimizers. A class may describe an option differently in its docstring.
 OPTIONS: dict[str, Option] = {
     "lr": Option("learning rate, a number or a one-element tensor.", _non_negative),
     "betas": Option("decay rates of the running averages of the gradient and its square.", _betas),
@@ -321,7 +321,7 @@ class SharedOptions(TypedDict, total=False):
 
 
 def check_torch_kernel_options(group: Mapping[str, Any], *, takes_tensors: bool) -> None:
-    """Refuse combinations of options that torch's kernels refuse, before any of them is called.
+    """Refuse combinations of options that torch's kernels refuse, before a kernel is called.
 
     The foreach kernels of some rules take no tensors for ``lr`` and ``betas``.
     """
@@ -367,7 +367,7 @@ class RowConstraint(NamedTuple):
 
     @classmethod
     def of_group(cls, group: Mapping[str, Any]) -> RowConstraint | None:
-        """Return what a param group asks for."""
+        """Return the constraint of a param group."""
         if get_option(group, "normalize"):
             return cls(1.0, 0.0)
         limit = get_option(group, "max_norm")
@@ -410,7 +410,7 @@ def non_default(extras: dict[str, Any]) -> dict[str, Any]:
 
 
 def uses_random_rounding(group: Mapping[str, Any]) -> bool:
-    """Whether anything of a group is rounded at random: half precision on request, int8 always."""
+    """Whether a group rounds at random: half precision on request, int8 always."""
     return bool(group.get("stochastic_rounding")) or group.get("state_dtype") is torch.int8
 
 

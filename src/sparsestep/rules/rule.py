@@ -39,7 +39,7 @@ class StateSpec:
     dtype: torch.dtype | None = None  # if it differs from the parameter's other state
     # How it may be stored as int8, see ``int8.py``; None if the rounding would harm training.
     int8_format: Literal["signed", "unsigned"] | None = None
-    encode_initial: Callable[[float], float] | None = None  # to what is stored, if that differs
+    encode_initial: Callable[[float], float] | None = None  # to the stored value, if it differs
 
 
 # Graphs of torch.compile hold no Python objects, so they name a rule by its key.
@@ -57,7 +57,7 @@ class Rule:
     has_native_kernel: bool = False
     counts_steps: bool = True  # whether the state has a ``step`` entry; torch's SGD has none
     idle_update: IdleUpdate | None = None  # without a gradient, for ``semantics="dense"``
-    traceable_update: Callable[..., Any] | None = None  # what to trace if there is no kernel
+    traceable_update: Callable[..., Any] | None = None  # traced if there is no kernel
     key: str = field(init=False, repr=False, compare=False)  # the name, numbered if it is taken
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Rule:
         counted = {"step": step} if self.takes_step else {}
         new = self.update(old[0], grad, *old[1:], **counted, **hyperparams)
         given = [new] if isinstance(new, Tensor) else list(new)
-        names = ["param", *(spec.name for spec in self.state)]
+        names = ["param", *self.state_names]
         if len(given) != len(old):
             wanted = ", ".join(names[: len(old)])
             requirement = f"rule {self.name!r} must return {len(old)} values: {wanted}"

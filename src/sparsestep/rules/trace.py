@@ -365,7 +365,7 @@ def _to_float64(value: Tracer) -> Tracer:
 
 
 def _to_dtype(value: Tracer, dtype: Any = None) -> Tracer:
-    if isinstance(dtype, Tracer):  # to what another is, which is what all are
+    if isinstance(dtype, Tracer):  # all tracers have the same dtype
         return emit("narrow", value) if value.program.allow_float64 else value
     if dtype is not torch.float32:
         raise TraceError(f"it converts values to {dtype}")
@@ -378,7 +378,7 @@ def _float(value: Tracer) -> Tracer:
 
 
 def _full_like(value: Tracer, number: Any) -> Tracer:
-    """A number everywhere, whatever the value is: less than itself it never is."""
+    """The same number everywhere: no value is less than itself."""
     return emit("add", emit("lt", value, value), number)
 
 
@@ -392,7 +392,7 @@ _DECOMPOSITIONS: dict[str, Callable[..., Tracer]] = {
     "fill": _full_like,
     "full_like": _full_like,
     "zero": lambda value: emit("lt", value, value),
-    # The same memory: what is done to the one in place is done to the other.
+    # They share memory: an in-place operation on one changes the other.
     "contiguous": lambda value: value,
     "detach": lambda value: value,
     "square": lambda value: emit("mul", value, value),

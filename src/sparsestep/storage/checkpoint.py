@@ -27,8 +27,8 @@ from sparsestep.memory.mapped_file import (
     copy_rows,
     file_of,
     open_file,
+    postponed_clearing,
     temporary_path,
-    to_be_replaced,
 )
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
 from sparsestep.storage import journal
@@ -234,7 +234,7 @@ def _restore(model: nn.Module, live: dict[str, Any], saved: dict[str, Any]) -> N
                 value.copy_(saved[name])
 
 
-# New content of mapped files, for all of them or none
+# New content of mapped files, for all files or none
 
 
 class Replacements(ExitStack):
@@ -393,10 +393,10 @@ def save(
         folder = Path(os.path.abspath(path))
         folder.mkdir(parents=True, exist_ok=True)
         before = journal.read_manifest(folder)
-        what = MappedState(model, optimizer)
+        state = MappedState(model, optimizer)
         try:
-            manifest = _write(folder, before, what, extra)
-            note_as_saved = what.prepare_note(manifest)
+            manifest = _write(folder, before, state, extra)
+            note_as_saved = state.prepare_note(manifest)
             uninterrupted(partial(_commit, folder, manifest, note_as_saved))
         except BaseException:
             with suppress(Exception):  # whichever checkpoint is the latest now
@@ -445,33 +445,33 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
             raise InputError(message(requirement, "a folder without one"))
         journal.check_sizes(folder, manifest)
         rest = journal.read_rest(folder, manifest.rest)
-        with to_be_replaced(optimizer.params()):
-            what = MappedState(model, optimizer)
-            what.check(manifest)
-            what.check_rest(rest)
-            _stage(folder, manifest, what, replacements)
-            note_as_saved = what.prepare_note(manifest)
-            load_rest = what.prepare(rest)
+        with postponed_clearing(optimizer.params()):
+            state = MappedState(model, optimizer)
+            state.check(manifest)
+            state.check_rest(rest)
+            _stage(folder, manifest, state, replacements)
+            note_as_saved = state.prepare_note(manifest)
+            load_rest = state.prepare(rest)
             replacements.prepare()
             uninterrupted(partial(_replace, replacements, load_rest, note_as_saved))
     return rest["extra"]
 
 
-def _write(folder: Path, before: Manifest | None, what: MappedState, extra: Any) -> Manifest:
+def _write(folder: Path, before: Manifest | None, state: MappedState, extra: Any) -> Manifest:
     """Write the files of a new checkpoint: a journal if the previous one has the rest."""
     number = 1 if before is None else before.number + 1
-    rest = journal.write_rest(folder, number, {**what.rest, "extra": extra})
+    rest = journal.write_rest(folder, number, {**state.rest, "extra": extra})
     manifest = Manifest(uuid.uuid4().hex, number, [], [], rest)
-    if before is not None and what.is_saved_in(before) and journal.has_all_files(folder, before):
-        rows = what.written_rows(before)
+    if before is not None and state.is_saved_in(before) and journal.has_all_files(folder, before):
+        rows = state.written_rows(before)
         size = journal.journal_bytes([each.part for each in rows], before.tables)
         manifest.tables, manifest.journals = before.tables, list(before.journals)
         if not rows:
             return manifest
-        if not _is_base_due(folder, before, size) or not _copy(folder, manifest, what):
+        if not _is_base_due(folder, before, size) or not _compact(folder, manifest, state):
             manifest.journals.append(journal.write_journal(folder, number, size, rows))
     else:
-        manifest.tables = what.write_bases(folder, number)
+        manifest.tables = state.write_bases(folder, number)
     return manifest
 
 
@@ -482,10 +482,10 @@ def _is_base_due(folder: Path, before: Manifest, size: int) -> bool:
     return journals >= max(_COMPACT_MIN_BYTES, _COMPACT_RATIO * base)
 
 
-def _copy(folder: Path, manifest: Manifest, what: MappedState) -> bool:
+def _compact(folder: Path, manifest: Manifest, state: MappedState) -> bool:
     """Write new bases in place of journals; returns whether the disk has room for them."""
     try:
-        manifest.tables, manifest.journals = what.write_bases(folder, manifest.number), []
+        manifest.tables, manifest.journals = state.write_bases(folder, manifest.number), []
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -501,13 +501,15 @@ def _commit(folder: Path, manifest: Manifest, note_as_saved: Callable[[], None])
         journal.remove_others(folder, manifest)
 
 
-def _stage(folder: Path, manifest: Manifest, what: MappedState, replacements: Replacements) -> None:
-    """Write what the files of the tables will be to temporary files, and verify it."""
+def _stage(
+    folder: Path, manifest: Manifest, state: MappedState, replacements: Replacements
+) -> None:
+    """Write the new content of the tables' files to temporary files, and verify it."""
     copies, others = {}, {}
     for number, table in enumerate(manifest.tables):
         layout = table.layout
-        is_alike = what.is_laid_out_alike(manifest, layout.name)
-        file = what.places[layout.name].file
+        is_alike = state.is_laid_out_alike(manifest, layout.name)
+        file = state.places[layout.name].file
         role = "loading" if is_alike else f"source-{number}"
         path, descriptor = replacements.create(file, role)
         journal.copy_base(folder, table, descriptor)
@@ -517,13 +519,13 @@ def _stage(folder: Path, manifest: Manifest, what: MappedState, replacements: Re
             copies[number] = _open_like(path, layout.header)
             others[number] = layout
     journal.replay(folder, manifest, copies)
-    for file in what.files.values():
+    for file in state.files.values():
         if file not in replacements.swaps:
             replacements.stage_zeros(file)
     for number, layout in others.items():
         copies[number].advise("SEQUENTIAL")
         for name, key in layout.tensors.items():
-            place = what.places[name]
+            place = state.places[name]
             staged = replacements.swaps[place.file].staged
             copy_rows(copies[number].tensor(key), staged.tensor(place.key))
 
@@ -533,7 +535,7 @@ def _replace(
     load_rest: Callable[[ExitStack], None],
     note_as_saved: Callable[[], None],
 ) -> None:
-    """Load a checkpoint that has been verified; undo everything if anything fails after all."""
+    """Load a verified checkpoint; on error, undo everything."""
     with ExitStack() as undo:
         replacements.switch(undo)
         load_rest(undo)
@@ -546,7 +548,7 @@ def _replace(
 
 
 def _check_extra(extra: Any) -> None:
-    """Refuse what could not be loaded again."""
+    """Refuse values that could not be loaded again."""
     buffer, handled = io.BytesIO(), sys.exc_info()[1]
     try:
         torch.save(extra, buffer)

@@ -98,7 +98,7 @@ class Layout(Readable):
         return FileHeader(torch.Size(self.shape), self.dtype, self.room)
 
     def check(self) -> None:
-        """Refuse what no file could have."""
+        """Refuse a layout that no file has."""
         formats.require_addressable("the shape of a table", self.shape, self.dtype)
         if not self.shape:
             raise ValueError("the shape of a table must have a size, got none")
@@ -187,7 +187,7 @@ class Manifest(Readable):
         yield self.rest
 
     def check(self) -> None:
-        """Refuse what does not agree with itself."""
+        """Refuse contradictions between fields."""
         if not _ID.fullmatch(self.id):
             raise ValueError("id must be 32 hexadecimal digits, got something else")
         formats.require_integer("number", self.number, 1, 1 << 53)
@@ -481,7 +481,7 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> FileEntry:
         try:
             uninterrupted(lambda: torch.save(content, cast("IO[bytes]", writer)))
         except BaseException as error:
-            # Torch tries to complete its archive then, and raises what comes of that.
+            # Torch then tries to complete its archive, which raises another error.
             raise first_error(error, handled) from None
         if writer.error is not None:
             raise writer.error
@@ -504,10 +504,10 @@ def read_rest(folder: Path, file: FileEntry) -> dict[str, Any]:
             if isinstance(first, OSError) or is_out_of_memory(first):
                 raise first from None
             raise source.changed(f"{type(error).__name__}: {error}") from None
-    return _checked_rest(folder / file.file, found)
+    return _check_rest(folder / file.file, found)
 
 
-def _checked_rest(path: Path, content: Any) -> dict[str, Any]:
+def _check_rest(path: Path, content: Any) -> dict[str, Any]:
     found: dict[str, Any] = content if isinstance(content, dict) else {}
     if type(found.get("version")) is int and found["version"] >= 0:
         check_version(path, str(found["version"])[:9].encode(), _REST_VERSION)

@@ -30,7 +30,7 @@ class _IsMapped(type(Tensor)):  # type: ignore[misc]
 
 
 class Mapped(Tensor, metaclass=_IsMapped):
-    """What :func:`mapped` returns: an ordinary tensor whose memory is a file.
+    """An ordinary tensor whose memory is a file, as :func:`mapped` returns it.
 
     Use it with ``isinstance``; you cannot construct one. Like ``torch.nn.Buffer``, it describes
     plain tensors. A parameter made from such a tensor is one, too.
@@ -293,7 +293,7 @@ def check_table(who: str, table: Any) -> None:
 
 
 class Prefetching(Generic[Batch]):
-    """What :func:`prefetching` returns: an iterable over the same batches, with their ``len()``.
+    """An iterable over batches, with their ``len()``, as :func:`prefetching` returns it.
 
     Example:
         >>> len(prefetching([torch.tensor([1]), torch.tensor([2])], {}))

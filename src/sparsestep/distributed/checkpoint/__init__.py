@@ -73,7 +73,7 @@ class TensorLayouts(NamedTuple):
 
     @staticmethod
     def unpack(found: Mapping[str, Any]) -> TensorLayouts:
-        """Decode; raises if it is nothing that :meth:`pack` has encoded."""
+        """Decode; raises if :meth:`pack` has not encoded it."""
         layouts = {}
         count = manifest.count
         for name, (rows, num_columns, shared, admit, tables) in found["vocabularies"].items():
@@ -234,7 +234,7 @@ class _CheckpointState:
         return remaps
 
     def peers(self) -> Peers:
-        """The ranks that save and load together: those that share tables, else all."""
+        """The ranks that save and load together: the ranks that share tables, else all."""
         for table in self.tables.values():
             return Peers(table.collectives.group)
         is_initialized = dist.is_available() and dist.is_initialized()
@@ -399,7 +399,7 @@ def _dcp_save(entries: dict[str, Any], about: Any, folder: Path, peers: Peers) -
 def _check_shared_disk(
     folder: Path, save_id: str, peers: Peers, sums: list[dict[str, Sum]]
 ) -> None:
-    """Every rank must see the files of rank 0, and rank 0 those of every rank."""
+    """Refuse a disk on which a rank does not see rank 0's files, or rank 0 another's."""
     requirement = f"save: {str(folder)!r} must be on a disk that all ranks share"
     for rank, files in enumerate(sums):
         for name, each in files.items():

@@ -38,7 +38,7 @@ from sparsestep.memory.disk import sync_folder
 
 
 class Writer(FileSystemWriter):
-    """Writes new files, never over those of an earlier checkpoint, and computes their checksums."""
+    """Writes new files, never over an earlier checkpoint's, and computes their checksums."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

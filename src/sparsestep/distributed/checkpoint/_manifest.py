@@ -92,7 +92,7 @@ def read(folder: Path) -> ShardManifest:
         document = json.loads(raw)
         version = document["version"]
         check_version(path, str(version).encode(), VERSION)
-        # A changed byte that leaves the meaning as it is, such as the case of an escape, counts.
+        # Even a changed byte without a change of meaning, such as the case of an escape, counts.
         if raw != _sealed(version, document["body"]):
             raise ValueError("wrong checksum")
         return _parsed(document["body"])
@@ -109,7 +109,7 @@ def damaged(path: Path, got: str) -> InputError:
 
 
 def verify(folder: Path, manifest: ShardManifest, names: list[str]) -> None:
-    """Compare files with the manifest: the size of every one, the checksum of those named."""
+    """Compare the size of every file with the manifest, and the checksum of ``names``."""
     for name, each in manifest.files.items():
         path = path_of(folder, manifest.id, name)
         try:

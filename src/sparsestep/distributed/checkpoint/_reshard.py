@@ -22,9 +22,14 @@ from sparsestep.distributed.collectives import Caught, Collectives
 from sparsestep.distributed.placement import hash_owner
 from sparsestep.distributed.vocabulary import RANK_SHIFT, Vocabulary
 from sparsestep.errors import InputError, message
-from sparsestep.nn import id_table as saving
-from sparsestep.nn.grow import Init, drawn
-from sparsestep.nn.id_table import IdTableSnapshot, Options
+from sparsestep.nn.grow import Init, initialize_rows
+from sparsestep.nn.id_table import (
+    STATE_NAMES,
+    IdTableSnapshot,
+    Options,
+    pack_state,
+    unpack_state,
+)
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.optim.state import fill_value
 
@@ -86,7 +91,7 @@ def _dtensor(ranks: Collectives, local: Tensor, dim: int, size: int) -> Any:
 
 
 def _row_ranks(table: ShardedTable | None) -> Collectives:
-    """The ranks that have different rows of a table; this one alone if it reads all of them."""
+    """The ranks that have different rows of a table; this rank alone if it reads all rows."""
     if table is None or table.row_stride == 1:
         return Collectives(None)
     return table.collectives
@@ -135,7 +140,7 @@ def block_target(ranks: Collectives, stored: StoredTensor) -> RowBlock:
 
 
 def gather_rows(ranks: Collectives, block: RowBlock, numbers: Tensor) -> Tensor:
-    """Rows of the whole, by number, from the ranks that have read them; zeros for those below 0."""
+    """Rows of the whole, by number, from the ranks that read them; zeros for negative numbers."""
     places = (numbers >= 0).nonzero().squeeze(1)
     wanted, rows = numbers[places], block.rows
     requests = ranks.scatter_rows(wanted, wanted // max(1, block.per_rank))
@@ -279,8 +284,8 @@ def _assign_free_rows(
 ) -> Tensor:
     """For each local row without an id, a stored one that had no id, or ``NEW_ROW``.
 
-    Those have the values that the table was made with. All are numbered, rank by rank, and the
-    local rows continue the ones with the same numbers.
+    Free rows have the table's initial values. All are numbered, rank by rank, and the local rows
+    continue the stored rows with the same numbers.
     """
     world_size, num_columns = ranks.world_size, layout.num_columns
     here = [len(range(rank, layout.rows, world_size)) for rank in range(world_size)]
@@ -290,7 +295,7 @@ def _assign_free_rows(
     there = torch.tensor([len(range(n, layout.rows, num_columns)) for n in range(num_columns)])
     ends = (there - used).cumsum(0)
     column = torch.searchsorted(ends, numbers, right=True).clamp_(max=num_columns - 1)
-    # From the end of a rank's free rows, so that the number of those before it is not needed.
+    # From the end of a rank's free rows, so that the number of rows in use is not needed.
     row = there[column] - (ends[column] - numbers)
     return torch.where(numbers < ends[-1], row * num_columns + column, NEW_ROW)
 
@@ -353,7 +358,7 @@ class ModelVocabulary:
             self.collectives = Collectives(None)
             self.local = module
         prefix = join_key(name, "local." if self.local is not module else "")
-        self.keys: set[str] = {prefix + field for field in saving.NAMES}  # in the state dict
+        self.keys: set[str] = {prefix + field for field in STATE_NAMES}  # in the state dict
 
     def layout(self, tables: dict[str, int | None]) -> VocabularyLayout:
         options, world_size = self.local.options, self.collectives.world_size
@@ -363,7 +368,7 @@ class ModelVocabulary:
         local, world_size = self.local, self.collectives.world_size
         max_rows = -(-self.rows // world_size)
         with local.lock:
-            found = saving.write(local.id_table.save(), local.now, local.num_reused)
+            found = pack_state(local.id_table.save(), local.now, local.num_reused)
         stored: dict[str, Any] = {}
         for field, tensor in found.items():
             if not tensor.numel():  # ids without a row are not counted
@@ -416,7 +421,7 @@ class VocabularyReader:
         self._blocks: dict[str, RowBlock] = {}
         self.entries: dict[str, Any] = {}
         num_columns = layout.num_columns if layout.num_columns > 1 else 0
-        for field in saving.NAMES:
+        for field in STATE_NAMES:
             key = f"model.{join_key(name, field)}"
             if key in stored:
                 tensor = stored[key]._replace(num_columns=num_columns)
@@ -447,26 +452,26 @@ class VocabularyReader:
             if ids is None:
                 self.found = self._read_same_ranks()
             else:
-                written = saving.write(ids.saved, ids.now, ids.seed + ids.num_new_rows)
-                self.found = saving.read(self._options, written)
+                written = pack_state(ids.saved, ids.now, ids.seed + ids.num_new_rows)
+                self.found = unpack_state(self._options, written)
                 for name, stored in weights.items():
                     shape = stored.shape[2 if stored.has_columns else 1 :]
                     rows = torch.empty(ids.num_new_rows, *shape, dtype=stored.dtype)
-                    values = drawn(rows, inits.get(name, nn.init.normal_), ids.seed)
+                    values = initialize_rows(rows, inits.get(name, nn.init.normal_), ids.seed)
                     remap = RowRemap(ids.source, self._ranks.world_size, values, paddings.get(name))
                     self.remaps[name] = remap
         self._ranks.check(caught.error)
 
     def state_dict(self) -> dict[str, Tensor]:
         assert self.found is not None
-        found = saving.write(*self.found)
+        found = pack_state(*self.found)
         return {join_key(self.name, field): tensor for field, tensor in found.items()}
 
     def _read_same_ranks(self) -> tuple[IdTableSnapshot, int, int]:
-        written = saving.write(IdTableSnapshot.room(self._options, 0, 0, 0), 0, 0)
+        written = pack_state(IdTableSnapshot.room(self._options, 0, 0, 0), 0, 0)
         for field, target in self._targets.items():
             written[field] = target.finish()[: len(written[field])]
-        return saving.read(self._options, written)
+        return unpack_state(self._options, written)
 
     def _reassigned(self) -> ReassignedIds:
         numbers = self._targets["numbers"].finish().view(-1, self._layout.num_columns)

@@ -46,11 +46,11 @@ class KernelLaunch:
     """One update: the arguments of its kernels."""
 
     update: ParamUpdate
-    numbers: list[float]  # constants of the traced formula
-    form: KernelSpec
+    constants: list[float]  # of the traced formula
+    spec: KernelSpec
     indexed: IndexedGrad
     entries: int
-    positions: Tensor | None = None  # sorted; None: every slot once, in order
+    indices: Tensor | None = None  # sorted; None: every slot once, in order
     order: Tensor | None = None  # of the entries; None: sorted already, without duplicates
     ok: Tensor | None = None  # not 0 if all indices of the step are valid; None: already checked
     blocks: Tensor | None = None  # for the sums of long runs
@@ -64,19 +64,19 @@ class KernelLaunch:
 
     def sort(self) -> None:
         """Sort the indices, equal ones in order of appearance."""
-        positions = self.indexed.indices
-        if positions is None or positions is self.indexed.value_index:  # a mask's, if not None
-            self.positions = positions
+        indices = self.indexed.indices
+        if indices is None or indices is self.indexed.value_index:  # a mask's, if not None
+            self.indices = indices
             return
-        self.positions, self.order = torch.sort(positions.reshape(-1), stable=True)
+        self.indices, self.order = torch.sort(indices.reshape(-1), stable=True)
         if self.entries > _RUN:
             count, block = self.entries // _RUN + 1, self.indexed.slot_size
             self.blocks = self.indexed.values.new_empty(count, block, dtype=self.dtype)
 
     def bounds(self) -> tuple[Tensor, Tensor]:
         """The smallest and the largest index, each as a tensor of one element."""
-        assert self.positions is not None
-        return self.positions[:1], self.positions[-1:]
+        assert self.indices is not None
+        return self.indices[:1], self.indices[-1:]
 
     def run(self, *, warm_up: bool = False) -> None:
         """Launch the kernels, or only compile them."""
@@ -85,7 +85,7 @@ class KernelLaunch:
         from sparsestep.engines.triton.kernels import block_sums
 
         indexed, settings = self.indexed, self.update.settings
-        rows, block, warps = tile_shape(self.form, indexed)
+        rows, block, warps = tile_shape(self.spec, indexed)
         how = {
             "T": tl.float64 if self.dtype == torch.float64 else tl.float32,
             "C": indexed.slot_size,
@@ -95,21 +95,21 @@ class KernelLaunch:
             "enable_fp_fusion": False,
         }
         grid = (-(-self.entries // rows), -(-indexed.slot_size // block))
-        gradient = (indexed.values, self.positions, self.order, indexed.value_index, indexed.scale)
+        gradient = (indexed.values, self.indices, self.order, indexed.value_index, indexed.scale)
         if self.blocks is not None:
             steps = self.entries.bit_length() + 1
             _call(block_sums, grid, (*gradient, self.blocks, self.entries, steps), how, warm_up)
-        held = None if indexed.element_mask is None else indexed.element_mask.view(torch.uint8)
-        given = (*self.update.targets, *gradient, held, self.blocks, self.ok, self.entries)
+        mask = None if indexed.element_mask is None else indexed.element_mask.view(torch.uint8)
+        given = (*self.update.targets, *gradient, mask, self.blocks, self.ok, self.entries)
         seed = self.update.seed or 0
         seed -= seed >> 63 << 64  # as a signed integer
-        numbers = (seed, settings.coupled_decay, settings.decay_factor, *self.numbers)
-        _call(load_kernel(self.form), grid, (*given, *numbers), how, warm_up)
+        numbers = (seed, settings.coupled_decay, settings.decay_factor, *self.constants)
+        _call(load_kernel(self.spec), grid, (*given, *numbers), how, warm_up)
 
 
-def tile_shape(form: KernelSpec, indexed: IndexedGrad) -> tuple[int, int, int]:
+def tile_shape(spec: KernelSpec, indexed: IndexedGrad) -> tuple[int, int, int]:
     """Entries, columns and warps per program."""
-    columns = form.width if form.by_row else min(form.width, _COLUMNS)
+    columns = spec.width if spec.by_row else min(spec.width, _COLUMNS)
     most = _ELEMENTS if indexed.indices is None else _ENTRIES
     rows = min(max(1, _ELEMENTS // columns), most)
     return rows, columns, 4 if rows * columns <= 2048 else 8 if columns <= 4096 else 16
@@ -137,7 +137,7 @@ class TritonEngine:
             flat = indexed.values.reshape(-1)
             indexed = indexed._replace(values=flat, num_slots=flat.numel(), slot_size=1)
         indexed = indexed.with_value_rows()._replace(values=indexed.values.contiguous())
-        form = KernelSpec(
+        spec = KernelSpec(
             program.inputs,
             tuple(program.operations),
             program.results,
@@ -147,12 +147,12 @@ class TritonEngine:
             at_random=update.seed is not None and settings.stochastic_rounding,
             width=1 << max(0, indexed.slot_size - 1).bit_length(),
         )
-        if form.by_row and form.width > _ROW:
+        if spec.by_row and spec.width > _ROW:
             requirement = f"rules with state per row support rows of up to {_ROW} elements here"
             raise update.error(message(requirement, indexed.slot_size, "Use engine='auto'"))
         entries = indexed.num_slots if indexed.indices is None else indexed.indices.numel()
         if entries and indexed.slot_size:
-            self._launches.append(KernelLaunch(update, program.constants, form, indexed, entries))
+            self._launches.append(KernelLaunch(update, program.constants, spec, indexed, entries))
         return True
 
     @torch.no_grad()

@@ -41,11 +41,11 @@ class KernelSpec:
 
 
 @lru_cache(maxsize=256)
-def load_kernel(form: KernelSpec) -> Any:
+def load_kernel(spec: KernelSpec) -> Any:
     """Return the kernel, which Triton compiles when it is launched."""
     from sparsestep.engines.triton import kernels
 
-    text = generate_source(form)
+    text = generate_source(spec)
     name = f"<sparsestep kernel {sha256(text.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for Triton
     module = ModuleType("sparsestep_kernel")
@@ -54,7 +54,7 @@ def load_kernel(form: KernelSpec) -> Any:
     return vars(module)["step"]
 
 
-def generate_source(form: KernelSpec) -> str:
+def generate_source(spec: KernelSpec) -> str:
     """Return the source of a kernel.
 
     Example:
@@ -62,23 +62,23 @@ def generate_source(form: KernelSpec) -> str:
         >>> from sparsestep.rules.trace import trace
         >>> rule = Rule("mine", lambda param, grad, *, lr: param - lr * grad)
         >>> program = trace(rule, 1, {"lr": 0.5})
-        >>> form = KernelSpec(program.inputs, tuple(program.operations), program.results)
-        >>> text = generate_source(form)
+        >>> spec = KernelSpec(program.inputs, tuple(program.operations), program.results)
+        >>> text = generate_source(spec)
         >>> print(text[text.index("    v0") :])
             v0 = tl.load(at0 + cell, mask=inside, other=0.0).to(T)  # param
-            v1 = gradient(values, positions, order, source, scale, blocks, n,
+            v1 = gradient(values, indices, order, value_index, scale, blocks, n,
                           entry, slot, first, column, inside, T, C)
             v2 = number(n0, T) * v1
             v3 = v0 - v2
             tl.store(at0 + cell, rounded(v3, at0.dtype.element_ty), mask=moved)
         <BLANKLINE>
     """
-    lines = [*_emit_row_sum(form), *_signature(form), *_emit_loads(form)]
-    wide = _float64_values(form.operations)
-    for place, operation in enumerate(form.operations):
+    lines = [*_emit_row_sum(spec), *_signature(spec), *_emit_loads(spec)]
+    wide = _float64_values(spec.operations)
+    for place, operation in enumerate(spec.operations):
         if operation.name != "input":
             lines.append(f"    v{place} = {_emit_expression(operation, wide[place])}")
-    lines += _emit_stores(form)
+    lines += _emit_stores(spec)
     return "\n".join(lines) + "\n"
 
 
@@ -131,14 +131,15 @@ def _emit_expression(operation: Operation, is_wide: bool) -> str:
     return _EXPRESSIONS[operation.name].format(*arguments)
 
 
-def _signature(form: KernelSpec) -> list[str]:
-    written = [place for place in range(len(form.inputs)) if place != 1]
-    used = chain.from_iterable(operation.arguments for operation in form.operations)
+def _signature(spec: KernelSpec) -> list[str]:
+    written = [place for place in range(len(spec.inputs)) if place != 1]
+    used = chain.from_iterable(operation.arguments for operation in spec.operations)
     constants = sum(isinstance(argument, ConstantRef) for argument in used)
     numbers = ["l2", "shrink", *(f"n{place}" for place in range(constants))]
     arguments = [
         *(f"at{place}" for place in written),
-        *("values", "positions", "order", "source", "scale", "held", "blocks", "ok"),
+        *("values", "indices", "order", "value_index", "scale"),
+        *("element_mask", "blocks", "ok"),
         *("n: tl.int64", "seed: tl.int64"),
         # Without a type, a launch passes a Python number as float32.
         *(f"{name}: tl.float64" for name in numbers),
@@ -147,50 +148,51 @@ def _signature(form: KernelSpec) -> list[str]:
     return [
         '@triton.jit(do_not_specialize=["n", "seed"])',
         f"def step({', '.join(arguments)}):",
-        "    entry, slot, first = placed(positions, ok, n, ROWS)",
+        "    entry, slot, first = load_slots(indices, ok, n, ROWS)",
         "    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]",
         "    row, in_rows = slot[:, None], first[:, None]",
         "    cell, inside = row * C + column, in_rows & (column < C)",
         "    moved = inside",
-        "    if held is not None:",
-        "        moved = held_of(held, order, source, entry, first, column, inside, C)",
+        "    if element_mask is not None:",
+        "        moved = select_elements(",
+        "            element_mask, order, value_index, entry, first, column, inside, C)",
     ]
 
 
-def _pointer(form: KernelSpec, place: int) -> tuple[str, str, str]:
+def _pointer(spec: KernelSpec, place: int) -> tuple[str, str, str]:
     """An input's address, its mask for loads, and its mask for stores."""
-    if form.operations[place].per_row:
+    if spec.operations[place].per_row:
         return f"at{place} + row", "in_rows", "in_rows"
     return f"at{place} + cell", "inside", "moved"
 
 
 _GRADIENT = (
-    "gradient(values, positions, order, source, scale, blocks, n,\n"
+    "gradient(values, indices, order, value_index, scale, blocks, n,\n"
     "                  entry, slot, first, column, inside, T, C)"
 )
 
 
-def _emit_loads(form: KernelSpec) -> Iterator[str]:
-    for place, name in enumerate(form.inputs):
+def _emit_loads(spec: KernelSpec) -> Iterator[str]:
+    for place, name in enumerate(spec.inputs):
         if place == 1:
             yield f"    v1 = {_GRADIENT}"
             continue
-        pointer, there, _ = _pointer(form, place)
+        pointer, there, _ = _pointer(spec, place)
         yield f"    v{place} = tl.load({pointer}, mask={there}, other=0.0).to(T)  # {name!s:.40}"
-    if form.negates:
+    if spec.negates:
         yield "    v1 = -v1"
-    if form.adds_decay:
+    if spec.adds_decay:
         yield "    v1 = v1 + tl.where(moved, number(l2, T) * v0, 0.0)"
-    if form.shrinks:
+    if spec.shrinks:
         yield "    v0 = v0 * number(shrink, T)"
 
 
-def _emit_stores(form: KernelSpec) -> Iterator[str]:
-    written = [place for place in range(len(form.inputs)) if place != 1]
-    for count, (place, result) in enumerate(zip(written, form.results, strict=True)):
-        pointer, _, moved = _pointer(form, place)
+def _emit_stores(spec: KernelSpec) -> Iterator[str]:
+    written = [place for place in range(len(spec.inputs)) if place != 1]
+    for count, (place, result) in enumerate(zip(written, spec.results, strict=True)):
+        pointer, _, moved = _pointer(spec, place)
         bits = ""
-        if form.at_random:
+        if spec.at_random:
             element = pointer.split(" + ")[1]
             key = (count + 1) * _GOLDEN & 0xFFFFFFFFFFFFFFFF
             bits = f", random_bits(seed, {key:#x}, {element})"
@@ -198,14 +200,14 @@ def _emit_stores(form: KernelSpec) -> Iterator[str]:
         yield f"    tl.store({pointer}, {value}, mask={moved})"
 
 
-def _emit_row_sum(form: KernelSpec) -> Iterator[str]:
+def _emit_row_sum(spec: KernelSpec) -> Iterator[str]:
     """The sum of a row in the core's order: sixteen lanes, then halves of them."""
-    if not any(operation.name in ROW_REDUCTIONS for operation in form.operations):
+    if not any(operation.name in ROW_REDUCTIONS for operation in spec.operations):
         return
     yield "@triton.jit"
     yield "def row_sum(a, inside, ROWS: tl.constexpr):"
     yield "    a = tl.where(inside, a, 0.0)"
-    parts, width = ["a"], form.width
+    parts, width = ["a"], spec.width
     while width > _LANES:
         for part in parts:
             yield f"    {part}0, {part}1 = halves({part}, ROWS, {width})"

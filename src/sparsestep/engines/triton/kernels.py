@@ -16,40 +16,49 @@ RUN = tl.constexpr(64)  # entries that are summed one by one; ``block_sums`` sum
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
-# Entries. Positions are in ascending order, equal ones in order of appearance.
+# Entries. Indices are in ascending order, equal ones in order of appearance.
 
 
 @triton.jit
-def placed(positions, ok, n, ROWS: tl.constexpr):
+def load_slots(indices, ok, n, ROWS: tl.constexpr):
     """The entries of a program, their slots, and whether each is the first of its slot."""
     entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = entry < n
     slot = entry
-    if positions is not None:
-        slot = tl.load(positions + entry, mask=first, other=-1)
-        first &= slot != tl.load(positions + entry - 1, mask=first & (entry > 0), other=-1)
+    if indices is not None:
+        slot = tl.load(indices + entry, mask=first, other=-1)
+        first &= slot != tl.load(indices + entry - 1, mask=first & (entry > 0), other=-1)
     if ok is not None:
         first &= tl.load(ok + tl.zeros_like(entry)) != 0
     return entry, slot, first
 
 
 @triton.jit
-def goes_on(positions, entry, slot, there, n):
+def continues_run(indices, entry, slot, there, n):
     """Whether an entry exists and has the slot."""
     there &= entry < n
-    return there & (tl.load(positions + entry, mask=there, other=-1) == slot)
+    return there & (tl.load(indices + entry, mask=there, other=-1) == slot)
 
 
 @triton.jit
-def row_of(
-    values, order, source, scale, entry, there, column, inside, T: tl.constexpr, C: tl.constexpr
+def load_rows(
+    values,
+    order,
+    value_index,
+    scale,
+    entry,
+    there,
+    column,
+    inside,
+    T: tl.constexpr,
+    C: tl.constexpr,
 ):
     """The rows of some entries, scaled; a product is rounded to the dtype of the values."""
     if order is not None:
         entry = tl.load(order + entry, mask=there, other=0)
     row = entry
-    if source is not None:
-        row = tl.load(source + entry, mask=there, other=0)
+    if value_index is not None:
+        row = tl.load(value_index + entry, mask=there, other=0)
     found = tl.load(values + row[:, None] * C + column, mask=inside, other=0.0).to(T)
     if scale is not None:
         factor = tl.load(scale + entry, mask=there, other=0.0).to(T)
@@ -58,13 +67,15 @@ def row_of(
 
 
 @triton.jit
-def held_of(held, order, source, entry, first, column, inside, C: tl.constexpr):
+def select_elements(
+    element_mask, order, value_index, entry, first, column, inside, C: tl.constexpr
+):
     """The element mask of a slot."""
     if order is not None:
         entry = tl.load(order + entry, mask=first, other=0)
-    if source is not None:
-        entry = tl.load(source + entry, mask=first, other=0)
-    return inside & (tl.load(held + entry[:, None] * C + column, mask=inside, other=0) != 0)
+    if value_index is not None:
+        entry = tl.load(value_index + entry, mask=first, other=0)
+    return inside & (tl.load(element_mask + entry[:, None] * C + column, mask=inside, other=0) != 0)
 
 
 # Sums of a run
@@ -73,9 +84,9 @@ def held_of(held, order, source, entry, first, column, inside, C: tl.constexpr):
 @triton.jit
 def gradient(
     values,
-    positions,
+    indices,
     order,
-    source,
+    value_index,
     scale,
     blocks,
     n,
@@ -88,34 +99,34 @@ def gradient(
     C: tl.constexpr,
 ):
     """The sum of each slot's rows, in order of appearance."""
-    total = row_of(values, order, source, scale, entry, first, column, inside, T, C)
+    total = load_rows(values, order, value_index, scale, entry, first, column, inside, T, C)
     if order is not None:
         at = entry + 1
-        more = goes_on(positions, at, slot, first, n)
+        more = continues_run(indices, at, slot, first, n)
         k = 1
         while (k < RUN) & (tl.max(more.to(tl.int32), axis=0) > 0):
             also = more[:, None] & inside
-            row = row_of(values, order, source, scale, at, more, column, also, T, C)
+            row = load_rows(values, order, value_index, scale, at, more, column, also, T, C)
             total = tl.where(also, total + row, total)
             at += 1
             k += 1
-            more = goes_on(positions, at, slot, more, n)
+            more = continues_run(indices, at, slot, more, n)
         if blocks is not None:
             while tl.max(more.to(tl.int32), axis=0) > 0:
                 also = more[:, None] & inside
                 row = tl.load(blocks + (at // RUN)[:, None] * C + column, mask=also, other=0.0)
                 total = tl.where(also, total + row, total)
                 at += RUN
-                more = goes_on(positions, at, slot, more, n)
+                more = continues_run(indices, at, slot, more, n)
     return total
 
 
 @triton.jit(do_not_specialize=["n", "steps"])
 def block_sums(
     values,
-    positions,
+    indices,
     order,
-    source,
+    value_index,
     scale,
     blocks,
     n: tl.int64,
@@ -130,25 +141,25 @@ def block_sums(
     That is unique: two such entries are at least ``RUN`` apart.
     """
     entry = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    slot = tl.load(positions + entry, mask=entry < n, other=-1)
+    slot = tl.load(indices + entry, mask=entry < n, other=-1)
     deep = (entry >= RUN) & (entry < n)
-    deep &= tl.load(positions + entry - RUN, mask=deep, other=-1) == slot
+    deep &= tl.load(indices + entry - RUN, mask=deep, other=-1) == slot
     if tl.max(deep.to(tl.int32), axis=0) > 0:
         low, high = tl.zeros_like(entry), entry  # where the run begins, by bisection
         for _ in range(steps):
             middle = (low + high) // 2
-            reached = tl.load(positions + middle, mask=deep, other=-1) == slot
+            reached = tl.load(indices + middle, mask=deep, other=-1) == slot
             low = tl.where(reached, low, tl.minimum(middle + 1, high))
             high = tl.where(reached, middle, high)
         first = deep & ((entry - high) % RUN == 0)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = first[:, None] & (column < C)
-        total = row_of(values, order, source, scale, entry, first, column, inside, T, C)
+        total = load_rows(values, order, value_index, scale, entry, first, column, inside, T, C)
         more = first
         for k in range(1, RUN):
-            more = goes_on(positions, entry + k, slot, more, n)
+            more = continues_run(indices, entry + k, slot, more, n)
             also = more[:, None] & inside
-            row = row_of(values, order, source, scale, entry + k, more, column, also, T, C)
+            row = load_rows(values, order, value_index, scale, entry + k, more, column, also, T, C)
             total = tl.where(also, total + row, total)
         tl.store(blocks + (entry // RUN)[:, None] * C + column, total, mask=inside)
 

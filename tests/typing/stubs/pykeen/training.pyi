@@ -13,5 +13,5 @@ class SLCWATrainingLoop:
         num_epochs: int,
         batch_size: int,
         use_tqdm: bool,
-        continue_training: bool,
+        continue_training: bool = ...,
     ) -> list[float] | None: ...

@@ -48,7 +48,7 @@ ONE = Term("one", -1)
 
 
 class SymbolicValue(NamedTuple):
-    """A value in closed form, if it has one, and what is known in any case."""
+    """A value in closed form, if it has one, with bounds."""
 
     terms: Mapping[Term, float] | None  # factors of the terms of a sum; None: no closed form
     low: float = -math.inf  # a lower bound
@@ -99,7 +99,7 @@ def _evaluate(
         raise NoClosedFormError(str(error)) from None
     except MemoryError:
         raise
-    except Exception as error:  # whatever a formula does with what is no tensor
+    except Exception as error:  # a formula may do anything with symbolic arguments
         raise NoClosedFormError(f"{type(error).__name__}: {error}") from None
 
 
@@ -197,7 +197,7 @@ def _as_input(value: SymbolicValue) -> tuple[int, float] | None:
 
 
 def _sqrt(value: SymbolicValue) -> SymbolicValue:
-    """Taken for a number: a formula has no root of what may be negative."""
+    """Assumed to be finite: a formula takes no root of negative values."""
     found = _as_input(value)
     if found is not None and found[1] > 0:
         return SymbolicValue({Term("root", found[0]): math.sqrt(found[1])}, 0.0)
@@ -259,14 +259,14 @@ _EVALUATORS: dict[str, Callable[..., SymbolicValue]] = {
 
 
 class NoClosedFormError(Exception):
-    """A formula does something else without a gradient; says what."""
+    """A formula has no closed form without a gradient; the message says why."""
 
 
 class IdleForm(NamedTuple):
     """The effect of a step on an entry whose gradient is zero."""
 
     kind: type[IdleUpdate]
-    decays: Mapping[str, float]  # factors of the states, but for those that stay
+    decays: Mapping[str, float]  # factors of the states that decay
     shrink: float  # the factor of the parameter
     buffer: str = ""  # the state along which the parameter moves, if it does
     size: float = 0.0  # of that move, relative to the buffer after the step
@@ -276,7 +276,7 @@ class IdleForm(NamedTuple):
 
 
 def _analyze(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleForm:
-    """Find out what a rule does in a step without a gradient.
+    """Derive the form of a rule's step without a gradient.
 
     Raises:
         NoClosedFormError: no class of idle updates matches.
@@ -436,7 +436,8 @@ def derive_idle_update(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleU
         ('GeometricDrift', 'mean', {'mean': 0.75}, (2.0, 1.0))
     """
     # With lr=0 nothing moves, so analyze lr=1. The first step may differ, so analyze a later one.
-    typical = {**hyperparams, "lr": 1.0} if hyperparams.get("lr") == 0 else hyperparams
+    stands_still = isinstance(hyperparams.get("lr"), int | float) and not hyperparams["lr"]
+    typical = {**hyperparams, "lr": 1.0} if stands_still else hyperparams
     later = max(step, 2)
     try:
         like = _analyze(rule, later, typical)

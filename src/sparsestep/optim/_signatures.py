@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
+import torch
+
+from sparsestep.deferred.tracking import move_tracking, recreated_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.options import GROUP_DEFAULTS, OPTIMIZER_OPTIONS, OPTIONS
 
@@ -49,6 +52,8 @@ def passes_options(declared: Callable[P, None]) -> Callable[P, None]:
 
     Options in ``group_options`` are keys of a param group only if they are set, all others always.
     The declared function is called first: Python checks the arguments, and it may check values.
+    An optimizer that a framework creates again has the semantics of the first one, and its place
+    in tracked models.
     """
     _, _, *own, _ = inspect.signature(declared).parameters.values()
     defaults = {option.name: option.default for option in own}
@@ -56,9 +61,18 @@ def passes_options(declared: Callable[P, None]) -> Callable[P, None]:
     @wraps(declared)
     def construct(self: Any, params: Any, *args: Any, **options: Any) -> None:
         declared(self, params, *args, **options)
-        given = {**defaults, **dict(zip(defaults, args, strict=False)), **options}
+        chosen = {**dict(zip(defaults, args, strict=False)), **options}
+        old = None
+        if not torch.compiler.is_compiling():
+            params = list(params) if isinstance(params, Iterator) else params
+            old = recreated_from(type(self), params, chosen)
+        if old is not None:
+            chosen = {"engine": old.engine, "semantics": old.semantics, **chosen}
+        given = {**defaults, **chosen}
         always = {name: given.pop(name) for name in defaults if name not in self.group_options}
         RuleOptimizer.__init__(self, params, always, **given)
+        if old is not None:
+            move_tracking(old, self)
 
     return construct  # type: ignore[return-value]
 
