@@ -1,5 +1,6 @@
-// Messages to and from all processes. A message is the sections of one process one after another; it
-// begins anywhere in a buffer. Outside of messages, each section is one array over all processes.
+// Messages to and from all processes. A message is the sections of one process one after another;
+// it begins anywhere in a buffer. Outside of messages, each section is one array over all
+// processes.
 #pragma once
 
 #include <cstdint>

@@ -176,7 +176,8 @@ bool run_sum_rows(nb::list tables) {
         const int64_t* const to = static_cast<const int64_t*>(each.index.data());
         const int64_t columns = each.rows.dl.shape[1];
         for (int64_t e = 0; e < each.index.numel(); ++e) {
-            for (int64_t c = 0; c < columns; ++c) sums[to[e] * columns + c] += from[e * columns + c];
+            for (int64_t c = 0; c < columns; ++c)
+                sums[to[e] * columns + c] += from[e * columns + c];
         }
     };
     for (const Sum& each : all) {
@@ -309,7 +310,8 @@ void bind_round_robin(nb::module_& module) {
                nb::arg("begins"), nb::arg("buffer"),
                "Write the sections of each process but its own one after another.");
     module.def("unpack_messages", &run_unpack, nb::arg("buffer"), nb::arg("sizes"), nb::arg("own"),
-               nb::arg("begins"), nb::arg("sections"), nb::arg("own_sections"), nb::arg("own_sizes"),
+               nb::arg("begins"), nb::arg("sections"), nb::arg("own_sections"),
+               nb::arg("own_sizes"),
                "The reverse; a process's own sections are copied from what it would have sent.");
     module.def("encode_rows", &run_encode, nb::arg("format"), nb::arg("values"), nb::arg("dim"),
                nb::arg("seed").none(), nb::arg("codes"),

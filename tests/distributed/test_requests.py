@@ -137,6 +137,69 @@ def test_bags(rank: Rank, order: str, by_core: bool):
     check(rank, order, nn.EmbeddingBag, calls, made)
 
 
+SHAPES = {"a": (7, 3), "one row": (1, 2), "no columns": (5, 0), "wide": (ROWS, DIM)}
+
+
+def one_id_each(step: int, rank: int) -> dict[str, Tensor]:
+    """Bags of one id as they come: int32, apart in memory, more in one step, none in another."""
+    size = (4, 4, 9, 0, 4)[step] if rank else 4
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    whole = torch.randint(0, 10, (size, len(SHAPES)), generator=draw)
+    found = {name: whole[:, [n]] % SHAPES[name][0] for n, name in enumerate(SHAPES)}
+    found["wide"] = whole[:, 3:]
+    return {name: each.int() if name == "a" else each for name, each in found.items()}
+
+
+@ranks(WORLD)
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("kind", ["tables", "rows"])
+def test_collections_with_one_id_per_bag(rank: Rank, kind: str, prefetch: int):
+    """The core requests all ids at once. All batches in one process give the same bits."""
+
+    def train(world: int, batches: Any, join: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = sparsestep.nn.EmbeddingBagCollection(SHAPES, mode="sum")
+        model.tables["wide"].to(torch.float64)
+        if not join:
+            shard(model, plan=kind, reduce="sum")
+        opt = sparsestep.SGD(model.parameters(), lr=0.5)
+        for step, ids in enumerate(batches):
+            opt.zero_grad()
+            outputs = [model(ids).values()] if not join else [model(each).values() for each in ids]
+            # Small whole numbers: sums are exact in any order.
+            loss = sum((1 + step) * rows.sum() for each in outputs for rows in each)
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            opt.step()
+        return [table.weight.detach() for table in model.tables.values()]
+
+    steps = [{n: t.clone() for n, t in one_id_each(k, rank.index).items()} for k in range(5)]
+    if not prefetch:
+        steps = [one_id_each(k, rank.index) for k in range(5)]
+    mine = train(WORLD, sparsestep.distributed.lockstep(steps, prefetch), join=False)
+    whole_batches = [[one_id_each(k, r) for r in range(WORLD)] for k in range(5)]
+    for name, local, expected in zip(SHAPES, mine, train(1, whole_batches, join=True), strict=True):
+        found = whole(rank, local, kind, SHAPES[name][0])
+        assert torch.equal(found, expected), name
+
+
+@ranks(WORLD)
+def test_bad_ids_of_a_collection_name_the_table(rank: Rank):
+    model = sparsestep.nn.EmbeddingBagCollection(SHAPES, mode="sum")
+    shard(model, plan="rows")
+    for _ in range(3):
+        ids = one_id_each(0, rank.index)
+        model(ids)
+        if rank.is_last:
+            ids["one row"] = ids["one row"] + 1
+        with pytest.raises(sparsestep.InputError) as caught:
+            model(ids)
+        expected = (
+            "EmbeddingBag 'one row' (1 x 2): ids must be" if rank.is_last else "rank 2, which"
+        )
+        assert expected in str(caught.value)
+
+
 @ranks(WORLD)
 def test_rows_of_any_shape(rank: Rank):
     inputs = [ids(0, 2, 3), ids(1), ids(2, 0)]

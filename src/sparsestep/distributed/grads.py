@@ -398,11 +398,11 @@ def _owner_grad(received: ReceivedGrad) -> Sequence[IndexedGrad]:
     table, bags_per_rank = served.table, served.bags_per_rank
     assert served.grad_fn is not None
     if is_present is None:
-        return served.grad_fn(values.view(-1, table.dim))
+        return served.grad_fn(values.view(int(bags_per_rank.sum()), table.dim))
     # A rank whose loss does not use this lookup contributes no entries, not even zeros.
     present = is_present.repeat_interleave(bags_per_rank)
     whole = values.new_zeros(len(present), table.dim)
-    whole[present] = values.view(-1, table.dim)
+    whole[present] = values.view(int(present.sum()), table.dim)
     return [_drop_absent_ranks(part, present, table.dim) for part in served.grad_fn(whole)]
 
 

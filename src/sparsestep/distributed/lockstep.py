@@ -61,14 +61,14 @@ def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
     The loss of an empty batch may be NaN, like any mean over nothing, but its gradient is zero.
     With ``reduce="mean"``, such a rank counts like any other, as in ``DistributedDataParallel``.
 
-    Each step costs one exchange of two numbers. Every rank has to run the loop to its end: if one
+    Each step costs one exchange of a number. Every rank has to run the loop to its end: if one
     leaves early, the others wait. If the loader of one rank raises, all ranks raise.
 
-    With ``prefetch=1``, the loader is one batch ahead, and the ids of the next batch are sent to
-    their owners while you train. For that, pass the batch's own tensors to the tables:
-    ``model.user(batch["user"])``, not ``model.user(batch["ids"][:, 0])``. Other ids are sent when
-    they are looked up, as without prefetching. It starts with the third batch, because it learns
-    from the first one which tensors are looked up.
+    With ``prefetch=1``, the loader is two batches ahead. The ids of the next batch are sent to
+    their owners while you train, and who has the one after it. For that, pass the batch's own
+    tensors to the tables: ``model.user(batch["user"])``, not ``model.user(batch["ids"][:, 0])``.
+    Other ids are sent when they are looked up, as without prefetching. It starts with the third
+    batch, because it learns from the first one which tensors are looked up.
 
     Args:
         loader: batches, or anything else to iterate over.

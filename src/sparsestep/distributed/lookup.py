@@ -615,10 +615,12 @@ def _read_rows(
             found.append(rows)
             continue
         flat = each.table.decode(flat)
+        num_rows = each.num_bags
         if each.is_partial:
             world_size = each.table.collectives.world_size
-            flat = _sum_partial_bags(flat.view(world_size, -1).unbind())
-        rows = flat.view(-1, each.table.dim)
+            flat = _sum_partial_bags(flat.view(world_size, len(flat) // world_size).unbind())
+            num_rows //= world_size
+        rows = flat.view(num_rows, each.table.dim)
         found.append(rows if each.inverse is None else rows.index_select(0, each.inverse))
     return found
 
