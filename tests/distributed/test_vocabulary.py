@@ -404,6 +404,24 @@ def test_a_collection_looks_up_ids_in_one_exchange(rank: Rank, name: str, order:
         assert same_bits(whole(rank, weight, rows=rows_of_table), plain[key].weight.detach())
 
 
+@ranks(2)
+def test_ids_that_are_sent_in_advance_get_the_same_rows(rank: Rank):
+    found = []
+    for prefetch in (0, 1):
+        model = Features(evict="lru")
+        shard(model, plan={"fixed": "rows"}, order="global")
+        optimizer = sparsestep.Adam(model.parameters(), lr=0.1)
+        model.tables.attach(optimizer)
+        loader = [features_of(batch_of(step, 5 * rank.index)) for step in range(STEPS)]
+        for batch in sparsestep.distributed.lockstep(loader, prefetch=prefetch):
+            optimizer.zero_grad()
+            sum(each.square().sum() for each in model.tables(batch).values()).backward()
+            optimizer.step()
+        assert model.tables.vocabularies["bag"].taken_over.numel()
+        found.append(list(model.state_dict().values()))
+    assert all(map(torch.equal, *found))
+
+
 @ranks(3)
 @pytest.mark.parametrize("semantics", ["masked", "dense"])
 def test_a_collection_changes_nothing_if_any_rank_fails(rank: Rank, semantics: Any):
