@@ -21,6 +21,7 @@ from sparsestep.distributed._table import ShardedTable
 from sparsestep.distributed.checkpoint import _manifest as manifest
 from sparsestep.distributed.checkpoint._manifest import METADATA, Chunk, Entry, ShardManifest, Sum
 from sparsestep.distributed.checkpoint._mapped import (
+    MAPPED,
     MappedCheckpoint,
     MappedLoad,
     MappedSave,
@@ -52,7 +53,6 @@ from sparsestep.optim.state_dict import unpacked_state
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-MAPPED = "mapped"  # in what a manifest says about tensors: the tables in files
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
@@ -513,7 +513,7 @@ class Checkpoint(NamedTuple):
                 raise InputError(message(requirement, f"{len(set(ids))} different ones"))
             # Each checksum is compared by one of the ranks.
             manifest.verify(folder, found, sorted(found.files)[peers.rank :: peers.world_size])
-            mapped = MappedCheckpoint(folder, found.about.get(MAPPED))
+            mapped = MappedCheckpoint(folder, found.about)
             mapped.verify(peers)
         return Checkpoint(folder, found, peers, mapped, {})
 
@@ -609,9 +609,9 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
     check_model_and_optimizer("save", model, optimizer)
     folder, state = check_folder("save", path), _CheckpointState(model, optimizer)
     peers = state.peers()
-    earlier = MappedCheckpoint(folder, ())
+    earlier = MappedCheckpoint(folder, {})
     with suppress(InputError, OSError):  # there is none that this one could continue
-        earlier = MappedCheckpoint(folder, manifest.read(folder).about.get(MAPPED))
+        earlier = MappedCheckpoint(folder, manifest.read(folder).about)
     files = MappedSave(folder, peers, earlier)
     with peers.agreeing(undo=files.discard):
         files.write(state.model, optimizer)

@@ -7,7 +7,7 @@ ranks or for none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparsestep._torch import local_slices
 from sparsestep.distributed._handshake import Peers
+from sparsestep.distributed.checkpoint._manifest import NAME, damaged
 from sparsestep.errors import memory_errors
 from sparsestep.memory import formats
 from sparsestep.memory.mapped_file import postponed_clearing
@@ -25,6 +26,7 @@ from sparsestep.storage import journal
 from sparsestep.storage.checkpoint import MappedState, Replacements, stage, write
 from sparsestep.storage.journal import Manifest
 
+MAPPED = "mapped"  # in what ``sparsestep.json`` says about tensors
 _NO_REST: dict[str, Any] = {
     "model": {},
     "optimizer": {"state": {}, "param_groups": []},
@@ -48,6 +50,7 @@ class MappedSave:
         self._folder = folder_of(folder, peers.rank, peers.world_size)
         is_alike = len(earlier.manifests) == peers.world_size
         self._before = earlier.manifests[peers.rank] if is_alike else None
+        self._left = [] if is_alike else earlier.folders[peers.rank :: peers.world_size]
         self._note = do_nothing
         self.manifest: Manifest | None = None
 
@@ -62,12 +65,13 @@ class MappedSave:
     def finish(self) -> None:
         """The checkpoint is complete: the next one needs the rows that change from now on."""
         self._note()
-        if self._folder.exists():
+        with suppress(Exception):  # they only take space
             journal.remove_others(self._folder, self.manifest)
+            for folder in self._left:  # of another number of ranks
+                journal.remove_others(folder, None)
 
     def discard(self) -> None:
-        if self._folder.exists():
-            journal.remove_others(self._folder, self._before)
+        journal.remove_others(self._folder, self._before)
 
 
 class Place(NamedTuple):
@@ -83,10 +87,13 @@ class Place(NamedTuple):
 class MappedCheckpoint:
     """The tables in files of a checkpoint."""
 
-    def __init__(self, folder: Path, found: Any) -> None:
-        self.manifests: list[Manifest | None] = [
-            None if each is None else formats.read(Manifest, each) for each in found or ()
-        ]
+    def __init__(self, folder: Path, about: Any) -> None:
+        self.manifests: list[Manifest | None] = []
+        try:
+            for each in about.get(MAPPED) or ():
+                self.manifests.append(None if each is None else formats.read(Manifest, each))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise damaged(folder / NAME, str(error)) from None
         world_size = len(self.manifests)
         self.folders: list[Path] = [folder_of(folder, n, world_size) for n in range(world_size)]
 
