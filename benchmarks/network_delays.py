@@ -1,8 +1,8 @@
 """One-way delays of the network in a training step.
 
-Run one process on each of several hosts with ``torchrun``, with a network whose delay is long beside
-a step, and that delay as ``--delay``. Network namespaces will do, if something between them holds
-packets back. TorchRec takes part where it is installed; its step has no ``lockstep`` and no clipping.
+Run one process on each of several hosts with ``torchrun``, with a network whose delay is long
+beside a step, and that delay as ``--delay``. Network namespaces will do, if something between them
+holds packets back. TorchRec takes part where it is installed, without ``lockstep`` and clipping.
 """
 
 from __future__ import annotations
