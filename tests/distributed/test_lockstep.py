@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import sparsestep
 from sparsestep.distributed import lookup
@@ -93,6 +95,18 @@ def test_prefetched_ids_give_the_same_bits(rank: Rank):
     assert same_bits(*found)
 
 
+@ranks(2)
+def test_ids_are_prefetched_if_ranks_have_sharded_different_models(rank: Rank):
+    alone = dist.new_group([0])
+    if rank.index == 0:
+        shard(nn.Embedding(5, 2), DeviceMesh.from_group(alone, "cpu"))
+    table, _ = sharded("rows")
+    with counted() as sent:
+        for ids in lockstep([torch.tensor([1, step]) for step in range(5)], prefetch=1):
+            table(ids)
+    assert len(sent) == 2  # those of the first two batches
+
+
 @ranks(3)
 def test_bad_ids_that_were_to_be_prefetched(rank: Rank):
     """The last rank's fourth batch has an id out of range, as every loop goes on."""
@@ -117,21 +131,28 @@ def test_bad_ids_that_were_to_be_prefetched(rank: Rank):
 
 
 @ranks(3)
-def test_memory_runs_out_while_ids_are_prefetched(rank: Rank):
-    """The lookup says so on every rank."""
+@pytest.mark.parametrize(
+    ("function", "in_thread", "nth"),
+    [("_read_ids", True, 1), ("serve_lookups", False, 3), ("_row_sections", False, 5)],
+)
+def test_memory_runs_out_while_ids_are_prefetched(
+    rank: Rank, function: str, in_thread: bool, nth: int
+):
+    """The lookup says so on every rank, before and after it knows the rows to send."""
     table, opt = sharded("rows")
-    real, failed = lookup._read_ids, []
+    real, calls = getattr(lookup, function), []
 
-    def read(*arguments: Any) -> Any:
-        if threading.current_thread().name == "sparsestep-ids" and not failed:
-            failed.append(1)
-            raise MemoryError("no memory, says the test")
-        return real(*arguments)
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if (threading.current_thread().name == "sparsestep-ids") == in_thread:
+            calls.append(1)
+            if len(calls) == nth:
+                raise MemoryError("no memory, says the test")
+        return real(*arguments, **options)
 
     if rank.is_last:
-        rank.monkeypatch.setattr(lookup, "_read_ids", read)
+        rank.monkeypatch.setattr(lookup, function, fail)
     messages = []
-    for batch in lockstep([torch.tensor([0, 1]) for _ in range(5)], prefetch=1):
+    for batch in lockstep([torch.tensor([0, 1]) for _ in range(7)], prefetch=1):
         opt.zero_grad()
         messages.append(said(lambda batch=batch: table(batch).sum().backward(), Exception))
         opt.step()

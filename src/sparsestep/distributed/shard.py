@@ -445,7 +445,7 @@ def _new_collectives(mesh: DeviceMesh | None, topology: Any) -> Collectives:
     """
     error: InputError | None = None
     if not isinstance(topology, str) or topology not in ("flat", "hosts"):
-        error = InputError(message("shard: topology must be flat or hosts", repr(topology)))
+        error = InputError(message("shard: topology must be one of flat, hosts", repr(topology)))
     group = _process_group(mesh)
     if group is None:
         if error is not None:
@@ -463,7 +463,8 @@ def _new_collectives(mesh: DeviceMesh | None, topology: Any) -> Collectives:
             got = f"topology: {others[0][0]} on rank 0, {other} on rank {rank}"
             raise InputError(message(_SAME_ARGUMENTS, got, "Nothing has changed on any rank"))
     hosts = [host for _, host in others] if topology == "hosts" else []
-    use_hosts(hosts)
+    if len(others) == dist.get_world_size():  # lockstep is for all ranks
+        use_hosts(hosts)
     if hosts:
         return HostCollectives(group, hosts)
     return Collectives(new_group() if mesh is None else group)
