@@ -32,6 +32,7 @@ import sparsestep
 from benchmarks.harness.contestants import import_peer
 
 TABLES, ROWS, DIM, BATCH = 8, 100_000, 64, 2_048
+MANY = 26, 100_000, 16, 256  # many tables and few samples: most of a step is what a table costs
 WARM = 5  # steps of each that do not count
 Step = Callable[[Sequence[Tensor]], None]
 
@@ -96,19 +97,25 @@ def theirs() -> Step:
 
 
 def torchrecs(kind: str) -> Step:
-    """TorchRec's, which updates in backward."""
+    """TorchRec's, of the tables here."""
+    step: Step = torchrec_step(kind, [(ROWS, DIM)] * TABLES, BATCH)
+    return step
+
+
+def torchrec_step(kind: str, sizes: Sequence[tuple[int, int]], batch: int) -> Any:
+    """A step of TorchRec, which updates in backward; of random ids unless it gets some."""
     torchrec, types = import_peer("torchrec"), import_peer("torchrec.distributed.types")
     plans = import_peer("torchrec.distributed.sharding_plan")
     of_bags = import_peer("torchrec.distributed.embeddingbag")
     parallel = import_peer("torchrec.distributed.model_parallel")
     in_backward = import_peer("torchrec.optim.apply_optimizer_in_backward")
     world = dist.get_world_size()
-    names = [f"t{n}" for n in range(TABLES)]
+    names = [f"t{n}" for n in range(len(sizes))]
     configs = [
         torchrec.EmbeddingBagConfig(
-            name=name, embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name]
+            name=name, embedding_dim=dim, num_embeddings=rows, feature_names=[name]
         )
-        for name in names
+        for name, (rows, dim) in zip(names, sizes, strict=True)
     ]
     tables = torchrec.EmbeddingBagCollection(device=torch.device("meta"), tables=configs)
     rule = torchrec.optim.RowWiseAdagrad
@@ -127,10 +134,13 @@ def torchrecs(kind: str) -> Step:
         env=types.ShardingEnv.from_process_group(dist.group.WORLD),
         plan=types.ShardingPlan({"tables": plan}),
         sharders=[sharder],
+        init_data_parallel=False,
     )
 
-    def step(ids: Sequence[Tensor]) -> None:
-        lengths = torch.full((TABLES * BATCH,), ids[0].shape[1], dtype=torch.int32)
+    some = [torch.randint(0, rows, (batch, 1)) for rows, _ in sizes]
+
+    def step(ids: Sequence[Tensor] = some) -> None:
+        lengths = torch.full((len(sizes) * batch,), ids[0].shape[1], dtype=torch.int32)
         values = torch.cat([each.flatten() for each in ids])
         keyed = torchrec.KeyedJaggedTensor(keys=names, values=values, lengths=lengths)
         found = model.module["tables"](keyed).values()
@@ -154,8 +164,16 @@ def contestants() -> dict[str, Step]:
     return racers
 
 
-def run_rank(rank: int, world: int, meeting: str, length: int, rounds: int) -> None:
+def use_many_tables() -> None:
+    """The shape of ``--many`` from now on."""
+    global TABLES, ROWS, DIM, BATCH
+    TABLES, ROWS, DIM, BATCH = MANY
+
+
+def run_rank(rank: int, world: int, meeting: str, length: int, rounds: int, is_many: bool) -> None:
     torch.set_num_threads(1)
+    if is_many:
+        use_many_tables()
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
     racers = contestants()
     draw = torch.Generator().manual_seed(rank)
@@ -195,13 +213,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="how many processes")
     parser.add_argument("--rounds", type=int, default=30, help="how many steps of each")
+    parser.add_argument("--many", action="store_true", help="26 small tables, small batches")
     parser.add_argument("--ids", type=int, nargs="+", default=[1, 20], help="ids in a bag")
     options = parser.parse_args(arguments)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     start = multiprocessing.get_context("spawn").Process
     for length in options.ids:
         with tempfile.TemporaryDirectory() as folder:
-            several = (options.ranks, f"file://{folder}/meeting", length, options.rounds)
+            meeting = f"file://{folder}/meeting"
+            several = (options.ranks, meeting, length, options.rounds, options.many)
             ranks = [start(target=run_rank, args=(r, *several)) for r in range(options.ranks)]
             for each in ranks:
                 each.start()

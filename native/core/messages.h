@@ -1,5 +1,6 @@
-// Messages to and from all processes. A message is the sections of one process after another, then
-// a gap for the sender's status. Outside of messages, each section is one array over all processes.
+// Messages to and from all processes. A message is the sections of one process one after another;
+// it begins anywhere in a buffer. Outside of messages, each section is one array over all
+// processes.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +22,17 @@ struct SectionSizes {
     int64_t at(int64_t process, int64_t section) const {
         return data[process * sections + section];
     }
-    // The sum over all processes; -1 where a size is no size.
-    int64_t total(int64_t section) const {
-        int64_t sum = 0;
+    // The sum over all processes of each section; -1 where a size is no size.
+    std::vector<int64_t> totals() const {
+        std::vector<int64_t> sums(static_cast<size_t>(sections), 0);
         for (int64_t process = 0; process < world; ++process) {
-            const int64_t size = at(process, section);
-            if (size < 0 || size > INT64_MAX - sum) return -1;
-            sum += size;
+            for (int64_t section = 0; section < sections; ++section) {
+                const int64_t size = at(process, section);
+                int64_t& sum = sums[size_t(section)];
+                sum = sum < 0 || size < 0 || size > INT64_MAX - sum ? -1 : sum + size;
+            }
         }
-        return sum;
+        return sums;
     }
 };
 
@@ -38,13 +41,14 @@ struct SectionSizes {
 class SectionSplit {
 public:
     SectionSplit(const std::vector<Section>& sections, const SectionSizes& sizes)
-        : sections_(sections), sizes_(sizes), begins_(sections.size(), 0) {
-        for (int64_t s = 0; s < sizes.sections; ++s) {
-            const int64_t total = sizes.total(s), bytes = sections[size_t(s)].bytes;
-            is_whole_.push_back(total != bytes);
+        : sections_(sections), sizes_(sizes) {
+        const std::vector<int64_t> totals = sizes.totals();
+        for (size_t s = 0; s < totals.size(); ++s) {
+            const int64_t total = totals[s], bytes = sections[s].bytes;
             if (total < 0) is_valid_ = false;
+            if (total != 0) used_.push_back({s, 0, total != bytes});
             if (total == bytes) continue;
-            for (int64_t p = 0; p < sizes.world; ++p) is_valid_ &= sizes.at(p, s) == bytes;
+            for (int64_t p = 0; p < sizes.world; ++p) is_valid_ &= sizes.at(p, int64_t(s)) == bytes;
         }
     }
 
@@ -53,35 +57,46 @@ public:
     // Processes have to be visited in their order.
     template <class Visit>
     void for_each_section(int64_t process, const Visit& visit) {
-        for (size_t s = 0; s < sections_.size(); ++s) {
-            const int64_t size = sizes_.at(process, int64_t(s));
-            if (size) visit(s, sections_[s].data + begins_[s], size_t(size));
-            if (!is_whole_[s]) begins_[s] += size;
+        for (Used& each : used_) {
+            const int64_t size = sizes_.at(process, int64_t(each.section));
+            if (size) visit(each.section, sections_[each.section].data + each.begin, size_t(size));
+            if (!each.is_whole) each.begin += size;
         }
     }
 
 private:
+    // A section that is not empty, and where what the next process gets begins.
+    struct Used {
+        size_t section;
+        int64_t begin;
+        bool is_whole;
+    };
+
     const std::vector<Section>& sections_;
     const SectionSizes sizes_;
-    std::vector<int64_t> begins_;
-    std::vector<bool> is_whole_;
+    std::vector<Used> used_;
     bool is_valid_ = true;
 };
 
-// Whether messages of these sizes fit a buffer; `own` has no sections in it.
-inline bool fits_buffer(const SectionSizes& sizes, int64_t own, int64_t gap, int64_t bytes) {
+// Whether messages of these sizes fit a buffer; those of `own` are not in it (-1: all are).
+inline bool fits_buffer(const SectionSizes& sizes, const int64_t* begins, int64_t own,
+                        int64_t bytes) {
     for (int64_t p = 0; p < sizes.world; ++p) {
-        for (int64_t s = 0; s < sizes.sections && p != own; ++s) {
-            bytes -= sizes.at(p, s);
-            if (bytes < 0) return false;
+        if (p == own) continue;
+        int64_t left = bytes - begins[p];
+        if (begins[p] < 0 || left < 0) return false;
+        for (int64_t s = 0; s < sizes.sections; ++s) {
+            left -= sizes.at(p, s);
+            if (left < 0) return false;
         }
-        bytes -= gap;
     }
-    return bytes >= 0;
+    return true;
 }
 
-inline void pack_messages(SectionSplit from, int64_t world, int64_t own, int64_t gap, char* to) {
-    for (int64_t p = 0; p < world; ++p, to += gap) {
+inline void pack_messages(SectionSplit from, int64_t world, int64_t own, const int64_t* begins,
+                          char* buffer) {
+    for (int64_t p = 0; p < world; ++p) {
+        char* to = buffer + begins[p];
         from.for_each_section(p, [&](size_t, const char* data, size_t size) {
             if (p == own) return;
             std::memcpy(to, data, size);
@@ -91,7 +106,7 @@ inline void pack_messages(SectionSplit from, int64_t world, int64_t own, int64_t
 }
 
 // The reverse. What a process sends itself is not in the buffer: it is copied from `mine`.
-inline void unpack_messages(const char* from, int64_t world, int64_t own, int64_t gap,
+inline void unpack_messages(const char* buffer, int64_t world, int64_t own, const int64_t* begins,
                             SectionSplit to, SectionSplit mine) {
     std::vector<const char*> kept;
     for (int64_t p = 0; p <= own; ++p) {
@@ -101,12 +116,29 @@ inline void unpack_messages(const char* from, int64_t world, int64_t own, int64_
             kept[s] = data;
         });
     }
-    for (int64_t p = 0; p < world; ++p, from += gap) {
+    for (int64_t p = 0; p < world; ++p) {
+        const char* from = buffer + begins[p];
         to.for_each_section(p, [&](size_t s, char* data, size_t size) {
             std::memcpy(data, p == own ? kept[s] : from, size);
             if (p != own) from += size;
         });
     }
+}
+
+// Copies pieces of one buffer to another. False, and nothing done, where one does not fit.
+inline bool copy_pieces(const char* from, int64_t from_bytes, char* to, int64_t to_bytes,
+                        const int64_t* sources, const int64_t* targets, const int64_t* sizes,
+                        int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        const bool is_valid = sizes[i] >= 0 && sources[i] >= 0 && targets[i] >= 0;
+        if (!is_valid || sources[i] > from_bytes - sizes[i] || targets[i] > to_bytes - sizes[i]) {
+            return false;
+        }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        if (sizes[i]) std::memcpy(to + targets[i], from + sources[i], size_t(sizes[i]));
+    }
+    return true;
 }
 
 }  // namespace sparsestep

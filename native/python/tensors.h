@@ -63,6 +63,7 @@ struct PythonNames {
     PyObject* itemsize = PyUnicode_InternFromString("itemsize");
     PyObject* dtypes[std::size(dtype_names)];
     PyObject* int64;
+    PyObject* int32;
     PyObject* int8;
     PyObject* strided;
     PyObject* sparse_coo;
@@ -78,6 +79,7 @@ struct PythonNames {
             dtypes[i] = nb::object(torch.attr(dtype_names[i])).release().ptr();
         }
         int64 = nb::object(torch.attr("int64")).release().ptr();
+        int32 = nb::object(torch.attr("int32")).release().ptr();
         int8 = nb::object(torch.attr("int8")).release().ptr();
         strided = nb::object(torch.attr("strided")).release().ptr();
         sparse_coo = nb::object(torch.attr("sparse_coo")).release().ptr();

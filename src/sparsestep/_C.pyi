@@ -236,18 +236,25 @@ class Core(Protocol):
         counts: Tensor,
     ) -> None: ...
     def pack_messages(
-        self, sections: list[Tensor | None], sizes: Tensor, own: int, gap: int, buffer: Tensor
+        self, sections: list[Tensor | None], sizes: Tensor, own: int, begins: Tensor, buffer: Tensor
     ) -> None: ...
     def unpack_messages(
         self,
         buffer: Tensor,
         sizes: Tensor,
         own: int,
-        gap: int,
+        begins: Tensor,
         sections: list[Tensor | None],
         own_sections: list[Tensor | None],
         own_sizes: Tensor,
     ) -> None: ...
+    def copy_pieces(
+        self, source: Tensor, target: Tensor, sources: Tensor, targets: Tensor, sizes: Tensor
+    ) -> None: ...
+    def request_rows(
+        self, tables: list[tuple[Tensor, int, int]], world: int, counts: Tensor
+    ) -> list[tuple[Tensor, Tensor]] | None: ...
+    def sum_rows(self, tables: list[tuple[Tensor, Tensor, Tensor]]) -> bool: ...
     def encode_rows(
         self, format: int, values: Tensor, dim: int, seed: int | None, codes: Tensor
     ) -> None: ...

@@ -125,10 +125,11 @@ def in_one_process(case: Case, world: int) -> Results:
     return collected(model, opt, norms)
 
 
-def trained(case: Case, rank: int, world: int) -> Results:
+def trained(case: Case, rank: int, world: int, **options: Any) -> Results:
     """The shards of the tables and of their state that this rank has after training."""
     model = Tables(case.dtype)
-    sparsestep.distributed.shard(model, plan=case.kind, reduce=case.reduce, order=case.order)
+    options = {"plan": case.kind, "reduce": case.reduce, "order": case.order, **options}
+    sparsestep.distributed.shard(model, **options)
     opt = case.optimizer(model)
     norms = []
     for step in range(STEPS):

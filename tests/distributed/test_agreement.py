@@ -297,7 +297,7 @@ def prefetches() -> Callable[[], object]:
         table(next(loop))
     # The loop itself uses the default group; only its thread uses one of ours.
     prefetcher = _active_prefetchers[-1]
-    task = prefetcher.submit(batches[0]) if torch.distributed.get_rank() == 0 else None
+    task = prefetcher.submit(batches[0], 2) if torch.distributed.get_rank() == 0 else None
 
     def wait() -> None:
         assert task is not None

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import sparsestep
 from sparsestep.distributed import lookup
@@ -52,14 +54,14 @@ def test_ranks_may_run_out_of_data_at_different_times(rank: Rank):
 def counted() -> Iterator[list[int]]:
     """How many lookups send ids when they are done."""
     calls: list[int] = []
-    real = lookup.exchange_ids
+    real = lookup._read_ids
 
-    def exchange_ids(*arguments: Any) -> Any:
-        calls.append(1)
+    def read_ids(*arguments: Any) -> Any:
+        calls.extend([1] * (threading.current_thread() is threading.main_thread()))
         return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookup, "exchange_ids", exchange_ids)
+        patch.setattr(lookup, "_read_ids", read_ids)
         yield calls
 
 
@@ -93,6 +95,18 @@ def test_prefetched_ids_give_the_same_bits(rank: Rank):
     assert same_bits(*found)
 
 
+@ranks(2)
+def test_ids_are_prefetched_if_ranks_have_sharded_different_models(rank: Rank):
+    alone = dist.new_group([0])
+    if rank.index == 0:
+        shard(nn.Embedding(5, 2), DeviceMesh.from_group(alone, "cpu"))
+    table, _ = sharded("rows")
+    with counted() as sent:
+        for ids in lockstep([torch.tensor([1, step]) for step in range(5)], prefetch=1):
+            table(ids)
+    assert len(sent) == 2  # those of the first two batches
+
+
 @ranks(3)
 def test_bad_ids_that_were_to_be_prefetched(rank: Rank):
     """The last rank's fourth batch has an id out of range, as every loop goes on."""
@@ -117,21 +131,28 @@ def test_bad_ids_that_were_to_be_prefetched(rank: Rank):
 
 
 @ranks(3)
-def test_memory_runs_out_while_ids_are_prefetched(rank: Rank):
-    """The lookup says so on every rank."""
+@pytest.mark.parametrize(
+    ("function", "in_thread", "nth"),
+    [("_read_ids", True, 1), ("serve_lookups", False, 3), ("_row_sections", False, 5)],
+)
+def test_memory_runs_out_while_ids_are_prefetched(
+    rank: Rank, function: str, in_thread: bool, nth: int
+):
+    """The lookup says so on every rank, before and after it knows the rows to send."""
     table, opt = sharded("rows")
-    real, failed = lookup._read_ids, []
+    real, calls = getattr(lookup, function), []
 
-    def read(*arguments: Any) -> Any:
-        if threading.current_thread().name == "sparsestep-ids" and not failed:
-            failed.append(1)
-            raise MemoryError("no memory, says the test")
-        return real(*arguments)
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if (threading.current_thread().name == "sparsestep-ids") == in_thread:
+            calls.append(1)
+            if len(calls) == nth:
+                raise MemoryError("no memory, says the test")
+        return real(*arguments, **options)
 
     if rank.is_last:
-        rank.monkeypatch.setattr(lookup, "_read_ids", read)
+        rank.monkeypatch.setattr(lookup, function, fail)
     messages = []
-    for batch in lockstep([torch.tensor([0, 1]) for _ in range(5)], prefetch=1):
+    for batch in lockstep([torch.tensor([0, 1]) for _ in range(7)], prefetch=1):
         opt.zero_grad()
         messages.append(said(lambda batch=batch: table(batch).sum().backward(), Exception))
         opt.step()
@@ -158,7 +179,7 @@ def test_if_a_loader_fails_all_ranks_raise(rank: Rank):
         message = said(lambda loop=loop, seen=seen: seen.extend(map(int, loop)), Exception)
         failed = f"rank {rank.world - 1} has no next batch"
         assert ("the disk is gone" if rank.is_last else failed) in message
-        assert seen == ([0] if prefetch else [0, 1])
+        assert seen == ([] if prefetch else [0, 1])
     buffer = torch.zeros(2, dtype=torch.int64)
     batches = (buffer.fill_(step) for step in range(3))
     message = said(lambda: list(lockstep(batches, prefetch=1)))

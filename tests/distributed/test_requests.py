@@ -137,6 +137,69 @@ def test_bags(rank: Rank, order: str, by_core: bool):
     check(rank, order, nn.EmbeddingBag, calls, made)
 
 
+SHAPES = {"a": (7, 3), "one row": (1, 2), "no columns": (5, 0), "wide": (ROWS, DIM)}
+
+
+def one_id_each(step: int, rank: int) -> dict[str, Tensor]:
+    """Bags of one id as they come: int32, apart in memory, more in one step, none in another."""
+    size = (4, 4, 9, 0, 4)[step] if rank else 4
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    whole = torch.randint(0, 10, (size, len(SHAPES)), generator=draw)
+    found = {name: whole[:, [n]] % SHAPES[name][0] for n, name in enumerate(SHAPES)}
+    found["wide"] = whole[:, 3:]
+    return {name: each.int() if name == "a" else each for name, each in found.items()}
+
+
+@ranks(WORLD)
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("kind", ["tables", "rows"])
+def test_collections_with_one_id_per_bag(rank: Rank, kind: str, prefetch: int):
+    """The core requests all ids at once. All batches in one process give the same bits."""
+
+    def train(world: int, batches: Any, join: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = sparsestep.nn.EmbeddingBagCollection(SHAPES, mode="sum")
+        model.tables["wide"].to(torch.float64)
+        if not join:
+            shard(model, plan=kind, reduce="sum")
+        opt = sparsestep.SGD(model.parameters(), lr=0.5)
+        for step, ids in enumerate(batches):
+            opt.zero_grad()
+            outputs = [model(ids).values()] if not join else [model(each).values() for each in ids]
+            # Small whole numbers: sums are exact in any order.
+            loss = sum((1 + step) * rows.sum() for each in outputs for rows in each)
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            opt.step()
+        return [table.weight.detach() for table in model.tables.values()]
+
+    steps = [{n: t.clone() for n, t in one_id_each(k, rank.index).items()} for k in range(5)]
+    if not prefetch:
+        steps = [one_id_each(k, rank.index) for k in range(5)]
+    mine = train(WORLD, sparsestep.distributed.lockstep(steps, prefetch), join=False)
+    whole_batches = [[one_id_each(k, r) for r in range(WORLD)] for k in range(5)]
+    for name, local, expected in zip(SHAPES, mine, train(1, whole_batches, join=True), strict=True):
+        found = whole(rank, local, kind, SHAPES[name][0])
+        assert torch.equal(found, expected), name
+
+
+@ranks(WORLD)
+def test_bad_ids_of_a_collection_name_the_table(rank: Rank):
+    model = sparsestep.nn.EmbeddingBagCollection(SHAPES, mode="sum")
+    shard(model, plan="rows")
+    for _ in range(3):
+        ids = one_id_each(0, rank.index)
+        model(ids)
+        if rank.is_last:
+            ids["one row"] = ids["one row"] + 1
+        with pytest.raises(sparsestep.InputError) as caught:
+            model(ids)
+        expected = (
+            "EmbeddingBag 'one row' (1 x 2): ids must be" if rank.is_last else "rank 2, which"
+        )
+        assert expected in str(caught.value)
+
+
 @ranks(WORLD)
 def test_rows_of_any_shape(rank: Rank):
     inputs = [ids(0, 2, 3), ids(1), ids(2, 0)]
@@ -171,13 +234,13 @@ def test_inputs_and_outputs_may_be_written_to(kind: Any):
 @each_kind
 def test_what_is_sent_is_what_the_plan_says(rank: Rank, kind: str):
     """Of rows on average; here every owner has as many ids as the others."""
-    sent, rows, batch, exchange = [0], 36, 12, Collectives._exchange_bytes
+    sent, rows, batch, exchange = [0], 36, 12, Collectives.exchange_bytes
 
     def count(self: Any, outgoing: Tensor, incoming: Tensor, sizes: Any = (), *more: Any) -> Any:
         sent[0] += sum(max(0, size - 1) for to, size in enumerate(sizes) if to != rank.index)
         return exchange(self, outgoing, incoming, *([sizes] if sizes else []), *more)
 
-    rank.monkeypatch.setattr(Collectives, "_exchange_bytes", count)
+    rank.monkeypatch.setattr(Collectives, "exchange_bytes", count)
     placement = PLACEMENTS[kind]("", rows, DIM, 4)  # type: ignore[arg-type]
     for length in (1, 3, 12):
         sent[0] = 0
@@ -196,24 +259,24 @@ def test_what_is_sent_is_what_the_plan_says(rank: Rank, kind: str):
 
 def test_messages_are_packed_and_unpacked():
     """Of three sections: split, sent to all ranks as a whole, and empty."""
-    own, gap = 1, 1
+    own, begins = 1, torch.tensor([0, 13, 14])
     sections = [torch.arange(6, dtype=torch.int32), torch.tensor([7.5], dtype=torch.float64), None]
     sizes = torch.tensor([[4, 8, 0], [8, 8, 0], [12, 8, 0]])
     buffer = torch.full((4 + 8 + 1 + 1 + 12 + 8 + 1,), 255, dtype=torch.uint8)
-    pack(sections, sizes, own, gap, buffer)
+    pack(sections, sizes, own, begins, buffer)
     first, second, third = buffer.split([13, 1, 21])
     assert first[:4].view(torch.int32).tolist() == [0]
     assert bytes(first[4:12].tolist()) == bytes(third[12:20].tolist()) == struct.pack("d", 7.5)
     assert third[:12].clone().view(torch.int32).tolist() == [3, 4, 5]
     assert first[-1] == second[-1] == third[-1] == 255
     # The other ranks send one and three numbers; this one sends itself two, and the float.
-    messages = Messages(buffer, sizes, own, gap, sections, sizes)
+    messages = Messages(buffer, begins, sizes, own, sections, sizes)
     read = messages.read([torch.int32, torch.float64, torch.int64])
     assert [each.tolist() for each in read] == [[0, 1, 2, 3, 4, 5], [7.5] * 3, []]
     for wrong in (sizes + 1, sizes * torch.tensor([[1], [-1], [3]]), sizes.t()):
         with pytest.raises(ValueError, match="no such"):
-            pack(sections, wrong, own, gap, buffer)
+            pack(sections, wrong, own, begins, buffer)
         with pytest.raises(ValueError, match="no such"):
-            unpack(Messages(buffer, wrong, own, gap, sections, sizes), read)
+            unpack(Messages(buffer, begins, wrong, own, sections, sizes), read)
     with pytest.raises(ValueError, match="no such messages"):
-        pack(sections, sizes, own, gap, buffer[:-1])
+        pack(sections, sizes, own, begins, buffer[:-2])

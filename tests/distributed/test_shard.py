@@ -7,17 +7,13 @@ import os
 import resource
 import sys
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import sparsestep
-from sparsestep.distributed import lockstep
 from sparsestep.distributed.placement import ByRow, ByTable
 from tests.distributed.runs import (
     LOW_PRECISION,
@@ -395,50 +391,20 @@ def test_invalid_arguments_of_a_plan_are_refused(wrong: Any):
 
 
 @ranks(2)
-def test_how_many_collectives_a_loop_makes(rank: Rank):
-    """As many as docs/several-machines.md says, and a gradient after clipping is not lost."""
-    calls: list[str] = []
-
-    def count(name: str) -> None:
-        real = getattr(dist, name)
-        rank.monkeypatch.setattr(dist, name, lambda *a, **k: (calls.append(name), real(*a, **k))[1])
-
-    def num_calls(work: Callable[[], Any]) -> int:
-        calls.clear()
-        work()
-        return len(calls)
-
+def test_a_gradient_after_clipping_is_not_lost(rank: Rank):
+    """One rank has a new one."""
     torch.manual_seed(0)
     model = sparsestep.nn.EmbeddingBagCollection([(7, 2), (9, 2)], mode="sum")
     sparsestep.distributed.shard(model, plan="rows", reduce="sum")
     opt = sparsestep.SGD(model.parameters(), lr=1.0)
-    for name in ("all_to_all_single", "all_gather"):
-        count(name)
     batch = [torch.tensor([[1], [2]]), torch.tensor([[3], [4]])]
-    outputs: list[Tensor] = []
-    found = {
-        "lookup": num_calls(lambda: outputs.extend(model(batch))),
-        "backward": num_calls(lambda: torch.stack(outputs).sum().backward()),
-        "`step()`": num_calls(opt.step),
-    }
-    torch.stack(model(batch)).sum().backward()
-    clip = partial(sparsestep.clip_grad_norm_, list(model.parameters()), 1e9)
-    found["`clip_grad_norm_`"] = num_calls(clip)
-    found["`step()` after clipping"] = num_calls(opt.step)
-    found["`lockstep`"] = num_calls(lambda: list(lockstep([1]))) // 2  # for the batch and the end
-    text = (Path(__file__).parents[2] / "docs" / "several-machines.md").read_text()
-    assert found.pop("backward") == 0
-    for name, number in found.items():
-        assert f"| {name} | {number} |" in text, (name, number)
-    # One rank has a new gradient after clipping.
     before = [whole(rank, each, rows=9) for each in model.parameters()]
-    opt.zero_grad()
     output = model(batch)
     torch.stack(output).sum().backward(retain_graph=True)
-    clip()
+    sparsestep.clip_grad_norm_(list(model.parameters()), 1e9)
     if rank.is_last:
         output[0].sum().backward()
-    assert num_calls(opt.step) == 3
+    opt.step()
     after = [whole(rank, each, rows=9) for each in model.parameters()]
     changes = [old - new for old, new in zip(before, after, strict=True)]
     expected = [4.0 * (rank.world + 1), 4.0 * rank.world]

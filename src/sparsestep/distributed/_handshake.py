@@ -18,7 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsestep.distributed.collectives import Collectives, describe_failure, status_of
+from sparsestep.distributed.collectives import (
+    Caught,
+    Collectives,
+    Envelope,
+    Messages,
+    Payload,
+    Room,
+    describe_failure,
+    status_of,
+)
 from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, is_out_of_memory, message
 
@@ -69,6 +78,7 @@ class Status:
     prefetched: int = 0  # number of the prefetched ids that are used; 0: none
     error: int = 0  # status of this rank's error
     digest: int = 0  # of facts that must be the same on all ranks; 0: none
+    payload: int = 0  # what comes with the status; 0: nothing, or there was no room
 
 
 _FIELDS = [each.name for each in fields(Status)]
@@ -83,6 +93,7 @@ class PeerStatus:
         self._of = dict(zip(_FIELDS, columns, strict=True))
         # For each rank, the numbers that it has for this one alone.
         self.counts: Tensor = incoming[:, len(_FIELDS) :]
+        self.messages: Callable[[Payload, Tensor], Messages] | None = None  # of payloads
 
     def __getitem__(self, name: str) -> list[int]:
         return self._of[name]
@@ -101,6 +112,11 @@ def digest(facts: Facts) -> int:
     return int.from_bytes(code, "little", signed=True) or 1
 
 
+def row_bytes(num_counts: int) -> int:
+    """Bytes of a status row with so many counts."""
+    return (len(_FIELDS) + num_counts) * torch.int64.itemsize
+
+
 def handshake(
     collectives: Collectives,
     status: Status,
@@ -108,11 +124,24 @@ def handshake(
     names: list[str],
     error: BaseException | None = None,
     facts: Facts | None = None,
+    payload: Payload | None = None,
+    room: Room | None = None,
 ) -> PeerStatus:
     """Exchange status rows, and for each rank a row of counts, always equally many.
 
-    Raises on every rank if one has an error, does something else, or has other facts.
+    Raises on every rank if one has an error, does something else, or has other facts. A payload
+    comes with the status if there is room, of which all ranks know; ``status.payload`` says so.
     """
+    envelope: Envelope | None = None
+    if room is not None:
+        size = row_bytes(counts.shape[1])
+        envelope = certain(lambda: Envelope(collectives, size, room))
+    is_packed = False
+    if error is None and payload is not None and envelope is not None:
+        with Caught() as caught:
+            is_packed = envelope.pack(payload)
+        error = caught.error
+    status.payload *= is_packed
     status.error, status.digest = status_of(error), digest(facts or {})
     world_size, width = collectives.world_size, len(_FIELDS)
 
@@ -122,8 +151,10 @@ def handshake(
         outgoing[:, width:] = counts
         return outgoing
 
-    incoming = collectives.all_to_all_rows(certain(pack))
+    rows = certain(pack)
+    incoming = collectives.all_to_all_rows(rows) if envelope is None else envelope.exchange(rows)
     peers = certain(lambda: PeerStatus(incoming))
+    peers.messages = None if envelope is None else envelope.messages
     if error is not None:
         raise error
     if any(peers["error"]):

@@ -16,8 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._torch import is_watched
-from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus, Status, handshake
-from sparsestep.distributed.collectives import Collectives
+from sparsestep.distributed._handshake import (
+    ExchangeKind,
+    Facts,
+    PeerStatus,
+    Status,
+    handshake,
+    row_bytes,
+)
+from sparsestep.distributed.collectives import Collectives, Payload, Room
 from sparsestep.distributed.placement import MAX_WORLD_SIZE, EmbeddingModule, Placement
 from sparsestep.distributed.wire import Codec, WireFormat, codec_for
 from sparsestep.engines.base import certain
@@ -86,6 +93,17 @@ class ShardedTable:
     def row_stride(self) -> int:
         """The number of rows of the table from one local row to the next."""
         return self.placement.row_stride(self.collectives.world_size)
+
+    @property
+    def merges_ids(self) -> bool:
+        """Whether each id of a lookup is requested once."""
+        may_merge = self.order == "fast" and self.mode != "max" and not self.scale_grad_by_freq
+        return may_merge and self.placement.is_sharded
+
+    @property
+    def owner(self) -> int:
+        """The rank that has the whole table; -1 if its rows are on all ranks."""
+        return getattr(self.placement, "owner", -1)
 
     @property
     def id_dtype(self) -> torch.dtype:
@@ -323,6 +341,11 @@ class TableGroup:
         # The lookups of this rank whose gradient may still come, and those that it has answered.
         self.pending: WeakValueDictionary[int, LookupHandle] = WeakValueDictionary()
         self.served: dict[int, ServedLookup] = {}
+        # How much a payload had after an exchange of each kind: the next one will be alike. A rank
+        # may be at another place in the program, but all know what the last exchange was.
+        self._rooms: dict[tuple[int, ...], Room] = {}
+        self._last: tuple[int, ...] = ()
+        self._before: tuple[int, ...] = ()
 
     def status(self, operation: ExchangeKind, table: ShardedTable | None = None) -> Status:
         index = -1 if table is None else table.index
@@ -337,15 +360,32 @@ class TableGroup:
         counts: Tensor | None,
         error: BaseException | None = None,
         facts: Facts | None = None,
+        payload: Payload | None = None,
     ) -> PeerStatus:
         """Start an exchange, and drop served lookups whose gradient cannot come from any rank."""
         counts = certain(self.new_counts) if counts is None else counts
         names = [table.name for table in self.tables]
-        peers = handshake(self.collectives, status, counts, names, error, facts)
+        room = self._rooms.get(self._last)
+        peers = handshake(self.collectives, status, counts, names, error, facts, payload, room)
+        has_value = any(peers["value"])
+        self._before = self._last
+        self._last = (status.operation, status.table, status.num_tables, has_value)
         oldest = min(peers["oldest_pending"])
         for sequence in [each for each in self.served if each < oldest]:
             del self.served[sequence]
         return peers
+
+    def expect(self, outgoing: Tensor, incoming: Tensor, max_bytes: int) -> None:
+        """Make room in exchanges after the one before this: to and from each rank, for as much.
+
+        All ranks call it after the same handshakes, with the same ``max_bytes`` of all of them.
+        """
+        size = row_bytes(self.num_counts)
+        if (empty := certain(lambda: self.collectives.room(size, max_bytes))) is None:
+            self._rooms.pop(self._before, None)
+            return
+        room = self._rooms.get(self._before, empty)
+        self._rooms[self._before] = certain(lambda: room.after(outgoing, incoming))
 
     def exchange_counts(
         self,

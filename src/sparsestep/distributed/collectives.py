@@ -6,9 +6,11 @@ incoming ones, still takes part and reports its error, and every rank raises.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,8 @@ from sparsestep.errors import InputError, is_out_of_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Topology: TypeAlias = Literal["flat", "hosts"]
 
 # Bytes per message and rank; gloo does not take messages of any size.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -79,10 +83,13 @@ def raise_failure(statuses: Sequence[int], error: BaseException | None) -> None:
             raise InputError(f"{what}. Nothing has changed on any rank.")
 
 
-def new_group(backend: str | None = None) -> ProcessGroup:
-    """A group of all ranks whose collectives do not wait for those of the default group."""
+def new_group(backend: str | None = None, ranks: list[int] | None = None) -> ProcessGroup:
+    """A group whose collectives do not wait for those of others; of all ranks by default.
+
+    All ranks of the default group call it.
+    """
     timeout = group_timeout(dist.group.WORLD)
-    group: ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+    group: ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
     return group
 
 
@@ -92,14 +99,14 @@ def new_group(backend: str | None = None) -> ProcessGroup:
 Sections = list[Tensor | None]  # contiguous; None: empty
 
 
-def pack(sections: Sections, sizes: Tensor, own: int, gap: int, buffer: Tensor) -> None:
-    """Write a message for each rank but ``own``: its bytes of every section, then a gap.
+def pack(sections: Sections, sizes: Tensor, own: int, begins: Tensor, buffer: Tensor) -> None:
+    """Write a message for each rank but ``own``, -1 for none: its bytes of every section.
 
-    ``sizes`` has a row for each rank. A section is split among ranks as its column says; one that
-    is as long as each of its sizes goes to every rank.
+    ``sizes`` has a row for each rank, ``begins`` where its message begins. A section is split among
+    ranks as its column says; one that is as long as each of its sizes goes to every rank.
     """
     assert ext is not None
-    ext.pack_messages(sections, sizes, own, gap, buffer)
+    ext.pack_messages(sections, sizes, own, begins, buffer)
 
 
 @dataclass
@@ -107,9 +114,9 @@ class Messages:
     """What all ranks have sent. It has to be read before the next transfer."""
 
     buffer: Tensor
+    begins: Tensor  # of each rank's message
     sizes: Tensor  # bytes of each rank's sections
     rank: int
-    gap: int  # bytes after each message
     own: Sections  # this rank's own sections, which are never sent
     own_sizes: Tensor
 
@@ -121,8 +128,9 @@ class Messages:
                 for section, dtype in zip(self.own, dtypes, strict=True)
             ]
         totals = self.sizes.sum(0).tolist()
+        empty = {dtype: torch.empty(0, dtype=dtype) for dtype in set(dtypes)}
         found = [
-            torch.empty(total // dtype.itemsize, dtype=dtype)
+            torch.empty(total // dtype.itemsize, dtype=dtype) if total else empty[dtype]
             for total, dtype in zip(totals, dtypes, strict=True)
         ]
         unpack(self, found)
@@ -137,11 +145,72 @@ def unpack(messages: Messages, sections: Sequence[Tensor]) -> None:
         messages.buffer,
         messages.sizes,
         messages.rank,
-        messages.gap,
+        messages.begins,
         some,
         messages.own,
         messages.own_sizes,
     )
+
+
+class Payload(NamedTuple):
+    """What a rank sends together with its status if there is room."""
+
+    sections: Sections
+    sizes: Tensor  # bytes of each rank's sections
+
+
+class Room(NamedTuple):
+    """Bytes beside a status, to and from each rank; both ends of a pair know them."""
+
+    outgoing: Tensor
+    incoming: Tensor
+
+    def after(self, outgoing: Tensor, incoming: Tensor) -> Room:
+        """Room for messages like those that were just sent: an eighth more, and less in time."""
+        pairs = zip(self, (outgoing, incoming), strict=True)
+        found = [torch.maximum(size + size // 8 + 64, old - old // 16) for old, size in pairs]
+        return Room(*found)
+
+
+class Envelope:
+    """The messages of a handshake: a row of numbers for each rank, and room for a payload."""
+
+    def __init__(self, collectives: Collectives, row_bytes: int, room: Room) -> None:
+        self._collectives, self._row_bytes, self._room = collectives, row_bytes, room
+        self._sizes = [each + row_bytes for each in room]
+        for each in self._sizes:
+            each[collectives.rank] = row_bytes  # what a rank has for itself is not sent
+        ends = [each.cumsum(0) for each in self._sizes]
+        self._begins = [end - size for end, size in zip(ends, self._sizes, strict=True)]
+        totals = (int(end[-1]) for end in ends)
+        self._sent, self._received = map(collectives.buffer, (0, 1), totals)
+
+    def pack(self, payload: Payload) -> bool:
+        """Write a payload; ``False`` if there is not enough room."""
+        sizes, rank = payload.sizes, self._collectives.rank
+        is_short = sizes.sum(1) > self._room.outgoing
+        is_short[rank] = False
+        if is_short.any():
+            return False
+        pack(payload.sections, sizes, rank, self._begins[0] + self._row_bytes, self._sent)
+        return True
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Send each rank its row, and the payload; return the rows of all ranks."""
+        size = certain(lambda: torch.full((len(rows), 1), self._row_bytes))
+        found = certain(lambda: torch.empty_like(rows))
+        certain(lambda: pack([rows], size, -1, self._begins[0], self._sent))
+        lengths = certain(lambda: [each.tolist() for each in self._sizes])
+        self._collectives.exchange_bytes(self._sent, self._received, *lengths)
+        received = Messages(self._received, self._begins[1], size, -1, [rows], size)
+        certain(lambda: unpack(received, [found]))
+        return found
+
+    def messages(self, payload: Payload, sizes: Tensor) -> Messages:
+        """The payloads of all ranks, whose sections have these sizes."""
+        begins = self._begins[1] + self._row_bytes
+        rank = self._collectives.rank
+        return Messages(self._received, begins, sizes, rank, *payload)
 
 
 class ScatteredRows(NamedTuple):
@@ -171,21 +240,33 @@ class Collectives:
         shape = 2, size if self.world_size > 1 else 0
         self._outgoing, self._incoming = torch.empty(shape, dtype=torch.uint8)
 
+    def buffer(self, side: int, size: int) -> Tensor:
+        """Memory for outgoing (0) or incoming (1) messages, until the next transfer."""
+        given = (self._outgoing, self._incoming)[side]
+        return given[:size] if size <= len(given) else torch.empty(size, dtype=torch.uint8)
+
+    def room(self, row_bytes: int, max_bytes: int) -> Room | None:
+        """Room beside a row; ``None`` if messages are too large. All ranks pass the same."""
+        if self.world_size == 1 or not self._fits_buffers(row_bytes + 64 + 2 * max_bytes):
+            return None
+        return Room(*torch.zeros(2, self.world_size, dtype=torch.int64))
+
     def all_to_all_rows(self, outgoing: Tensor) -> Tensor:
         """Send row ``r`` of a matrix to rank ``r``; get a row from each."""
         if self.world_size == 1:
             return outgoing
         incoming = certain(lambda: torch.empty_like(outgoing))
-        self._exchange_bytes(outgoing, incoming)
+        self.exchange_bytes(outgoing, incoming)
         return incoming
 
-    def _exchange_bytes(
+    def exchange_bytes(
         self,
         outgoing: Tensor,
         incoming: Tensor,
         outgoing_sizes: list[int] | None = None,
         incoming_sizes: list[int] | None = None,
     ) -> None:
+        """Send bytes to all ranks; without sizes, equally many."""
         sizes = (incoming_sizes, outgoing_sizes)
         try:
             dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group)
@@ -215,17 +296,16 @@ class Collectives:
         Sizes have a row for each rank and a column for each section, in bytes. If ``outgoing``
         raises on one rank, all ranks raise. All ranks pass the same ``max_bytes``, of a message.
         """
-        gap, buffer, own = 0, self._incoming, []
         if self.world_size == 1:
-            own = outgoing()
+            own, begins, buffer = outgoing(), incoming_sizes.new_zeros(1), self._incoming
         elif self._fits_buffers(max_bytes):
-            gap = 1
-            own = self._send_small(outgoing, outgoing_sizes, incoming_sizes)
+            own, begins = self._send_small(outgoing, outgoing_sizes, incoming_sizes)
+            buffer = self._incoming
         else:
-            own, buffer = self._send_large(outgoing, outgoing_sizes, incoming_sizes, max_bytes)
-        return certain(
-            lambda: Messages(buffer, incoming_sizes, self.rank, gap, own, outgoing_sizes)
-        )
+            sizes = outgoing_sizes, incoming_sizes
+            own, begins, buffer = self._send_large(outgoing, *sizes, max_bytes)
+        rank = self.rank
+        return certain(lambda: Messages(buffer, begins, incoming_sizes, rank, own, outgoing_sizes))
 
     def _fits_buffers(self, max_bytes: int) -> bool:
         fits = (max_bytes + 1) * self.world_size <= len(self._outgoing)
@@ -239,7 +319,7 @@ class Collectives:
 
     def _send_small(
         self, outgoing: Callable[[], Sections], outgoing_sizes: Tensor, incoming_sizes: Tensor
-    ) -> Sections:
+    ) -> tuple[Sections, Tensor]:
         """Each message ends with the status of its sender; no memory is needed to get that far."""
         sent_sizes = certain(lambda: self._message_sizes(outgoing_sizes) + 1)
         received_sizes = certain(lambda: self._message_sizes(incoming_sizes) + 1)
@@ -250,13 +330,13 @@ class Collectives:
         own: Sections = []
         with Caught() as caught:
             own = outgoing()
-            pack(own, outgoing_sizes, self.rank, 1, sent)
+            pack(own, outgoing_sizes, self.rank, sent_ends - sent_sizes, sent)
         status = status_of(caught.error)
         certain(lambda: sent.index_fill_(0, sent_ends - 1, status))
         sizes = certain(lambda: (sent_sizes.tolist(), received_sizes.tolist()))
-        self._exchange_bytes(sent, received, *sizes)
+        self.exchange_bytes(sent, received, *sizes)
         raise_failure(certain(lambda: received[received_ends - 1].tolist()), caught.error)
-        return own
+        return own, certain(lambda: received_ends - received_sizes)
 
     def _send_large(
         self,
@@ -264,16 +344,16 @@ class Collectives:
         outgoing_sizes: Tensor,
         incoming_sizes: Tensor,
         max_bytes: int,
-    ) -> tuple[Sections, Tensor]:
+    ) -> tuple[Sections, Tensor, Tensor]:
         """Allocate, then ask all ranks whether they could, then send; in chunks if it is much."""
         is_chunked = max_bytes > MAX_MESSAGE_BYTES
         with Caught() as caught:
             own = outgoing()
-            sizes = [
-                self._message_sizes(each).tolist() for each in (outgoing_sizes, incoming_sizes)
-            ]
+            given = [self._message_sizes(each) for each in (outgoing_sizes, incoming_sizes)]
+            begins = [each.cumsum(0) - each for each in given]
+            sizes = [each.tolist() for each in given]
             packed, incoming = (torch.empty(sum(each), dtype=torch.uint8) for each in sizes)
-            pack(own, outgoing_sizes, self.rank, 0, packed)
+            pack(own, outgoing_sizes, self.rank, begins[0], packed)
             if is_chunked:
                 staged = torch.empty(2, self.world_size * MAX_MESSAGE_BYTES, dtype=torch.uint8)
         self.check(caught.error)
@@ -281,8 +361,8 @@ class Collectives:
             sent, received = packed.split(sizes[0]), incoming.split(sizes[1])
             self._exchange_chunks(sent, received, staged, max_bytes)
         else:
-            self._exchange_bytes(packed, incoming, *sizes)
-        return own, incoming
+            self.exchange_bytes(packed, incoming, *sizes)
+        return own, begins[1], incoming
 
     def _exchange_chunks(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], staged: Tensor, max_bytes: int
@@ -297,7 +377,7 @@ class Collectives:
             buffers = staged[0, : sum(outgoing_sizes)], staged[1, : sum(incoming_sizes)]
             for piece, chunk in zip(buffers[0].split(outgoing_sizes), sent, strict=True):
                 piece.copy_(chunk)
-            self._exchange_bytes(*buffers, outgoing_sizes, incoming_sizes)
+            self.exchange_bytes(*buffers, outgoing_sizes, incoming_sizes)
             for chunk, piece in zip(wanted, buffers[1].split(incoming_sizes), strict=True):
                 chunk.copy_(piece)
 
@@ -344,3 +424,152 @@ class Collectives:
         )
         count = int(incoming_counts.sum())
         return messages.read([like.dtype])[0].view(count, *like.shape[1:])
+
+
+class HostCollectives(Collectives):
+    """The same results with fewer connections: of each host, one rank exchanges with other hosts.
+
+    A rank has connections to those of its own host, and the first of these to that of every other
+    host. Messages to other hosts go to the first rank, to that of the other host, and on from it.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, names: Sequence[str], backend: str | None = None
+    ) -> None:
+        """``names`` are those of the hosts of all ranks."""
+        super().__init__(group)
+        self.names = names
+        ranks = dist.get_process_group_ranks(group)
+        hosts = [
+            [rank for rank, other in enumerate(names) if other == name]
+            for name in dict.fromkeys(names)
+        ]
+        mine = next(n for n, host in enumerate(hosts) if self.rank in host)
+        self._host: list[int] = hosts[mine]
+        self._is_leader: bool = self.rank == self._host[0]
+        groups = [new_group(backend, [ranks[rank] for rank in host]) for host in hosts]
+        self._local = groups[mine]
+        self._leaders = new_group(backend, [ranks[host[0]] for host in hosts])
+        others = [(n, rank) for n, host in enumerate(hosts) if n != mine for rank in host]
+        self._num_hosts = len(hosts)
+        self._others = torch.tensor([rank for _, rank in others], dtype=torch.int64)
+        self._host_of_other = torch.tensor([n for n, _ in others], dtype=torch.int64)
+        # Messages that leaders exchange are ordered by hosts, then senders, then receivers.
+        local, other = range(len(self._host)), range(len(others))
+        sent = sorted((others[o][0], m, o) for m in local for o in other)
+        received = sorted((others[o][0], o, m) for m in local for o in other)
+        self._sent = torch.tensor([(m, o) for _, m, o in sent], dtype=torch.int64).view(-1, 2).t()
+        pairs = [(m, o) for _, o, m in received]
+        self._received = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t()
+
+    def exchange_bytes(
+        self,
+        outgoing: Tensor,
+        incoming: Tensor,
+        outgoing_sizes: list[int] | None = None,
+        incoming_sizes: list[int] | None = None,
+    ) -> None:
+        """See :class:`Collectives`."""
+        try:
+            given = certain(lambda: _as_bytes(outgoing))
+            found = certain(lambda: _as_bytes(incoming))
+            sizes = certain(lambda: self._sizes(given, outgoing_sizes, incoming_sizes))
+            self._exchange(given, found, sizes)
+        except BaseException:
+            self.is_lost = True
+            raise
+
+    def _sizes(
+        self, outgoing: Tensor, sent: list[int] | None, received: list[int] | None
+    ) -> Tensor:
+        if sent is None or received is None:
+            size = len(outgoing) // self.world_size
+            return torch.full((2, self.world_size), size)
+        return torch.tensor([sent, received])
+
+    def _exchange(self, outgoing: Tensor, incoming: Tensor, sizes: Tensor) -> None:
+        """``sizes`` are the bytes to and from each rank."""
+        host, others, is_leader = self._host, self._others, self._is_leader
+        begins = certain(lambda: sizes.cumsum(1) - sizes)
+        away = certain(lambda: sizes[:, others].sum(1).tolist())
+        direct = certain(lambda: sizes[:, host].tolist())
+        # The first rank learns what others of its host send and get.
+        zeros, width = [0] * len(host), sizes.nbytes
+        to_leader, at_leader = [width, *zeros[1:]], [width * is_leader] * len(host)
+        of_host = self._all_to_all(self._local, _as_bytes(sizes), to_leader, at_leader)
+        members = certain(lambda: of_host.view(torch.int64).view(-1, 2, self.world_size))
+        members = certain(lambda: members[:, :, others])
+        # What stays on this host goes to its rank, all else to the first one.
+        order = certain(lambda: torch.tensor([host[0], *others.tolist(), *host[1:]]))
+        packed = certain(lambda: _gather(outgoing, begins[0, order], sizes[0, order]))
+        up = [direct[0][0] + away[0], *direct[0][1:]]
+        aways = certain(lambda: members.sum(2).tolist()) if is_leader else [[0, 0]] * len(host)
+        at_host = [size + sent for size, (sent, _) in zip(direct[1], aways, strict=True)]
+        found = self._all_to_all(self._local, packed, up, at_host)
+        ends = certain(lambda: torch.tensor(at_host).cumsum(0))
+        starts = certain(lambda: ends - torch.tensor(at_host))
+        certain(lambda: _copy(found, incoming, starts, begins[1, host], sizes[1, host]))
+        if not len(others):
+            return
+        down = torch.empty(0, dtype=torch.uint8)
+        if is_leader:
+            after = certain(lambda: starts + sizes[1, host])
+            down = self._exchange_with_hosts(found, after, members)
+        to_members = [received for _, received in aways]
+        from_leader = [away[1], *zeros[1:]]
+        found = self._all_to_all(self._local, down, to_members, from_leader)
+        of_others = certain(lambda: sizes[1, others])
+        sources = certain(lambda: of_others.cumsum(0) - of_others)
+        certain(lambda: _copy(found, incoming, sources, begins[1, others], of_others))
+
+    def _exchange_with_hosts(self, given: Tensor, starts: Tensor, members: Tensor) -> Tensor:
+        """Exchange the messages of this host, and return those to its ranks, one after another.
+
+        ``starts`` are where those of each rank begin, ``members`` their bytes to and from others.
+        """
+        sent, received = members.unbind(1)
+        order, back = self._sent.unbind(), self._received.unbind()
+        at = certain(lambda: starts.unsqueeze(1) + sent.cumsum(1) - sent)
+        packed = certain(lambda: _gather(given, at[order], sent[order]))
+        sizes = certain(lambda: [self._by_host(each.sum(0)) for each in (sent, received)])
+        found = self._all_to_all(self._leaders, packed, *sizes)
+        ends = certain(lambda: received[back].cumsum(0))
+        begins = certain(lambda: torch.empty_like(received))
+        certain(lambda: begins.index_put_(back, ends - received[back]))
+        return certain(lambda: _gather(found, begins.flatten(), received.flatten()))
+
+    def _by_host(self, sizes: Tensor) -> list[int]:
+        totals = torch.zeros(self._num_hosts, dtype=torch.int64)
+        found: list[int] = totals.index_add_(0, self._host_of_other, sizes).tolist()
+        return found
+
+    @staticmethod
+    def _all_to_all(
+        group: ProcessGroup, given: Tensor, sizes: list[int], incoming: list[int]
+    ) -> Tensor:
+        found = certain(lambda: torch.empty(sum(incoming), dtype=torch.uint8))
+        dist.all_to_all_single(found, given, incoming, sizes, group=group)
+        return found
+
+
+def host_name() -> str:
+    """The host as torchrun numbers it, or its name."""
+    return os.environ.get("GROUP_RANK", "") + "@" + socket.gethostname()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _gather(buffer: Tensor, begins: Tensor, sizes: Tensor) -> Tensor:
+    """Pieces of a buffer, one after another."""
+    ends = sizes.cumsum(0)
+    found = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
+    _copy(buffer, found, begins, ends - sizes, sizes)
+    return found
+
+
+def _copy(source: Tensor, target: Tensor, sources: Tensor, targets: Tensor, sizes: Tensor) -> None:
+    assert ext is not None
+    pieces = (each.contiguous() for each in (sources, targets, sizes))
+    ext.copy_pieces(source, target, *pieces)

@@ -8,6 +8,7 @@ sends all others the rows that it has summed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -23,8 +24,14 @@ from sparsestep.distributed._table import (
     ShardedTable,
     TableGroup,
 )
-from sparsestep.distributed.collectives import Caught, Collectives, Sections
-from sparsestep.distributed.lookup import sum_duplicates
+from sparsestep.distributed.collectives import (
+    Caught,
+    Collectives,
+    Messages,
+    Payload,
+    Sections,
+)
+from sparsestep.distributed.lookup import sum_all_duplicates
 from sparsestep.engines.base import certain
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
@@ -71,30 +78,46 @@ class ShardedGradSource(TableGroup):
         """Exchange all pending gradients; ranks have to agree before any of them uses these."""
         world_size, tables = self.collectives.world_size, self.tables
         status, counts = self.status(ExchangeKind.EXCHANGE_GRADS), None
-        outgoing: list[OutgoingGrad] = []
-        headers = sizes = torch.empty(0, dtype=torch.int64)
+        outgoing = OutgoingGrads([], [])
+        headers = torch.empty(0, dtype=torch.int64)
+        payload: Payload | None = None
         frozen = ", ".join(repr(t.name) for t in tables if not t.weight.requires_grad) or "none"
         with Caught(error) as caught:
-            outgoing = collect_pending(tables)
-            numbers = [number for each in outgoing for number in each.header()]
+            outgoing = OutgoingGrads.of(collect_pending(tables))
+            numbers = [number for each in outgoing.grads for number in each.header()]
             headers = torch.tensor(numbers, dtype=torch.int64)
-            status.value, counts = len(outgoing), self.new_counts()
-            if outgoing:
-                sizes = _section_sizes(outgoing, world_size)
-                status.max_bytes = int(sizes.sum((0, 1)).max())
+            status.value, counts = len(outgoing.grads), self.new_counts()
+            payload = outgoing.payload(sorted(outgoing.numbers()), world_size)
+            status.max_bytes = int(payload.sizes.sum(1).max())
             if len(headers) <= self.num_counts:
-                counts[:, : len(headers)] = headers
-        peers = self.handshake(status, counts, caught.error, {**facts, "frozen tables": frozen})
+                counts[:, : len(headers)], status.payload = headers, 1
+        facts = {**facts, "frozen tables": frozen}
+        peers = self.handshake(status, counts, caught.error, facts, payload)
+        max_bytes = max(peers["max_bytes"])
+        none = certain(lambda: torch.zeros(world_size, dtype=torch.int64))
         if skipped is not None and not any(peers["value"]):
+            self.expect(none, none, max_bytes)
             skipped.is_agreed = True
             return skipped
-        read: Callable[[], list[ReceivedGrad]] = list
+        received: Callable[[], list[ReceivedGrad]] = list
+        sizes = none, none
         if any(peers["value"]):
             announced = _all_headers(self, peers, headers)
-            read = _send_grads(self, outgoing, sizes, announced, max(peers["max_bytes"]))
+            mine = payload
+            if mine is None or list(announced.served) != sorted(outgoing.numbers()):
+                mine = certain(lambda: outgoing.payload(list(announced.served), world_size))
+            sizes = certain(lambda: (mine.sizes.sum(1), announced.sizes.sum(1)))
+            if peers.messages is not None and all(peers["payload"]):
+                messages = peers.messages(mine, announced.sizes)
+            else:
+                messages = self.collectives.all_to_all(
+                    lambda: mine.sections, mine.sizes, announced.sizes, max_bytes
+                )
+            received = partial(_read_grads, announced, messages)
+        self.expect(*sizes, max_bytes)
         exchanged = ExchangedGrads(tables)
         with exchanged:
-            for index, grads in _received_grads(self, read()).items():
+            for index, grads in _received_grads(self, received()).items():
                 _assign_grad(tables[index], grads)
             for weight in _weights(tables):
                 _remove_placeholder(weight)
@@ -154,6 +177,38 @@ class OutgoingGrad(NamedTuple):
         if self.indices is None:
             return GradHeader(self.handle.sequence)
         return GradHeader(self.handle.sequence, self.indices.numel(), self.values.shape[1])
+
+
+class OutgoingGrads(NamedTuple):
+    """All gradients that this rank sends, and their indices and values as they are sent."""
+
+    grads: list[OutgoingGrad]
+    sections: Sections
+
+    @classmethod
+    def of(cls, grads: list[OutgoingGrad]) -> OutgoingGrads:
+        """Encode gradients."""
+        sections: Sections = []
+        for each in grads:
+            sections += each.indices, each.handle.table.encode(each.values, is_grad=True)
+        return cls(grads, sections)
+
+    def numbers(self) -> dict[int, int]:
+        """The index of the gradient of each lookup, by its sequence number."""
+        return {each.handle.sequence: n for n, each in enumerate(self.grads)}
+
+    def payload(self, sequences: Sequence[int], world_size: int) -> Payload:
+        """The message, with sections for each of several lookups in this order."""
+        numbers, some = self.numbers(), Sections()
+        sizes = torch.zeros(len(sequences), 2, world_size, dtype=torch.int64)
+        for sequence in sequences:
+            n = numbers.get(sequence)
+            some += (None, None) if n is None else self.sections[2 * n : 2 * n + 2]
+        if self.grads:
+            mine = [n for n, each in enumerate(sequences) if each in numbers]
+            order = [numbers[each] for each in sequences if each in numbers]
+            sizes[mine] = _section_sizes(self.grads, world_size)[order]
+        return Payload(some, sizes.flatten(0, 1).t().contiguous())
 
 
 class GradHeader(NamedTuple):
@@ -224,9 +279,15 @@ def collect_pending(tables: Sequence[ShardedTable]) -> list[OutgoingGrad]:
             if handle.grad_fn is not None:
                 found.append(_replicated_grad(handle, handle.grad_fn, rows))
                 continue
-            if handle.inverse is not None:
-                rows = sum_duplicates(rows, handle.inverse, handle.num_bags)
             found.append(OutgoingGrad(handle, rows))
+    requests = [
+        (n, (each.values, each.handle.inverse, each.handle.num_bags))
+        for n, each in enumerate(found)
+        if each.handle.inverse is not None and each.indices is None
+    ]
+    sums = sum_all_duplicates([request for _, request in requests])
+    for (n, _), summed in zip(requests, sums, strict=True):
+        found[n] = found[n]._replace(values=summed)
     return found
 
 
@@ -300,49 +361,20 @@ def _announced_grads(group: TableGroup, num_headers: Tensor, headers: Tensor) ->
     return AnnouncedGrads(served, sizes.flatten(1), is_present, slot_sizes.tolist(), order)
 
 
-def _send_grads(
-    group: TableGroup,
-    outgoing: Sequence[OutgoingGrad],
-    sizes: Tensor,
-    announced: AnnouncedGrads,
-    max_bytes: int,
-) -> Callable[[], list[ReceivedGrad]]:
-    """Send gradients; return a function that reads the received ones."""
-    numbers = {sequence: n for n, sequence in enumerate(announced.served)}
-    mine = [numbers[each.handle.sequence] for each in outgoing]
-
-    def sizes_to_ranks() -> Tensor:
-        whole = torch.zeros(len(numbers), 2, group.collectives.world_size, dtype=torch.int64)
-        if mine:
-            whole[mine] = sizes
-        return whole.flatten(0, 1).t().contiguous()
-
-    def sections() -> Sections:
-        found: Sections = [None] * (2 * len(numbers))
-        for n, each in zip(mine, outgoing, strict=True):
-            values = each.handle.table.encode(each.values, is_grad=True)
-            found[2 * n : 2 * n + 2] = each.indices, values
-        return found
-
-    def read() -> list[ReceivedGrad]:
-        dtypes = [(torch.int64, each.table.wire_dtype) for each in announced.served.values()]
-        tensors = messages.read([dtype for pair in dtypes for dtype in pair])
-        served, is_complete = list(announced.served.values()), announced.is_present.all(1).tolist()
-        return [
-            ReceivedGrad(
-                served[n],
-                values=served[n].table.decode(tensors[2 * n + 1]),
-                indices=tensors[2 * n],
-                is_present=None if is_complete[n] else announced.is_present[n],
-                slot_size=announced.slot_sizes[n],
-            )
-            for n in announced.order
-        ]
-
-    messages = group.collectives.all_to_all(
-        sections, certain(sizes_to_ranks), announced.sizes, max_bytes
-    )
-    return read
+def _read_grads(announced: AnnouncedGrads, messages: Messages) -> list[ReceivedGrad]:
+    dtypes = [(torch.int64, each.table.wire_dtype) for each in announced.served.values()]
+    tensors = messages.read([dtype for pair in dtypes for dtype in pair])
+    served, is_complete = list(announced.served.values()), announced.is_present.all(1).tolist()
+    return [
+        ReceivedGrad(
+            served[n],
+            values=served[n].table.decode(tensors[2 * n + 1]),
+            indices=tensors[2 * n],
+            is_present=None if is_complete[n] else announced.is_present[n],
+            slot_size=announced.slot_sizes[n],
+        )
+        for n in announced.order
+    ]
 
 
 def _received_grads(
@@ -350,6 +382,9 @@ def _received_grads(
 ) -> dict[int, list[IndexedGrad]]:
     found: dict[int, list[IndexedGrad]] = {}
     for each in received:
+        if not each.served.table.has_rows:
+            found.setdefault(each.served.table.index, [])
+            continue
         if group.collectives.world_size > 1 and each.served.table.reduce == "mean":
             each.values.div_(group.collectives.world_size)
         merge = _owner_grad if each.served.grad_fn is not None else _merge_replicated
@@ -362,14 +397,12 @@ def _owner_grad(received: ReceivedGrad) -> Sequence[IndexedGrad]:
     served, values, is_present = received.served, received.values, received.is_present
     table, bags_per_rank = served.table, served.bags_per_rank
     assert served.grad_fn is not None
-    if not table.has_rows:
-        return []
     if is_present is None:
-        return served.grad_fn(values.view(-1, table.dim))
+        return served.grad_fn(values.view(int(bags_per_rank.sum()), table.dim))
     # A rank whose loss does not use this lookup contributes no entries, not even zeros.
     present = is_present.repeat_interleave(bags_per_rank)
     whole = values.new_zeros(len(present), table.dim)
-    whole[present] = values.view(-1, table.dim)
+    whole[present] = values.view(int(present.sum()), table.dim)
     return [_drop_absent_ranks(part, present, table.dim) for part in served.grad_fn(whole)]
 
 

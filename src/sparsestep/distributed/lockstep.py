@@ -8,7 +8,6 @@ finds its ids already sent. A lookup that gets others sends them, and so do all 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import queue
 import threading
 import zlib
@@ -23,7 +22,11 @@ from torch import Tensor
 
 from sparsestep._torch import tree_map_only, version_of
 from sparsestep.distributed._table import NUM_COUNTS
-from sparsestep.distributed.collectives import Collectives, new_group
+from sparsestep.distributed.collectives import (
+    Collectives,
+    HostCollectives,
+    new_group,
+)
 from sparsestep.distributed.lookup import (
     LookupRequest,
     LookupSizes,
@@ -58,14 +61,14 @@ def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
     The loss of an empty batch may be NaN, like any mean over nothing, but its gradient is zero.
     With ``reduce="mean"``, such a rank counts like any other, as in ``DistributedDataParallel``.
 
-    Each step costs one exchange of two numbers. Every rank has to run the loop to its end: if one
+    Each step costs one exchange of a number. Every rank has to run the loop to its end: if one
     leaves early, the others wait. If the loader of one rank raises, all ranks raise.
 
-    With ``prefetch=1``, the loader is one batch ahead, and the ids of the next batch are sent to
-    their owners while you train. For that, pass the batch's own tensors to the tables:
-    ``model.user(batch["user"])``, not ``model.user(batch["ids"][:, 0])``. Other ids are sent when
-    they are looked up, as without prefetching. It starts with the third batch, because it learns
-    from the first one which tensors are looked up.
+    With ``prefetch=1``, the loader is two batches ahead. The ids of the next batch are sent to
+    their owners while you train, and who has the one after it. For that, pass the batch's own
+    tensors to the tables: ``model.user(batch["user"])``, not ``model.user(batch["ids"][:, 0])``.
+    Other ids are sent when they are looked up, as without prefetching. It starts with the third
+    batch, because it learns from the first one which tensors are looked up.
 
     Args:
         loader: batches, or anything else to iterate over.
@@ -93,75 +96,98 @@ def lockstep(loader: Iterable[Batch], prefetch: int = 0) -> Iterator[Batch]:
         requirement = "lockstep: the loader must be iterable"
         raise InputError(message(requirement, f"a {type(given).__name__}"))
     if not prefetch or not _is_multi_rank():
-        return (batch for batch, _ in _synchronized(iter(loader), lambda _: 0))
+        return _synchronized(iter(loader))
     return _with_prefetch(iter(loader))
 
 
-def _with_prefetch(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield batches; before each, the ids of the next one are sent."""
-    prefetcher = IdPrefetcher()
-    yielded: list[tuple[Tensor, int]] = []
+def _synchronized(loader: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield batches until all ranks are exhausted."""
+    batches = _Batches(loader)
+    while True:
+        batch = batches.settle(_all_gather_states(batches.fetch()))
+        if batch is _END:
+            return
+        yield batch
 
-    def signature(batch: Any) -> int:
-        if any(_version(tensor) != version for tensor, version in yielded):
-            requirement = (
-                "lockstep: with prefetch=1 the loader must not modify a batch after yielding it"
-            )
-            remedy = "Allocate new tensors for every batch"
-            raise InputError(message(requirement, "a modified batch", remedy))
-        return 0 if batch is None else prefetcher.signature(batch)
 
-    try:
-        steps = _synchronized(batches, signature)
-        following, task = next(steps, None), None
-        while following is not None:
-            batch, current = following[0], task
+def _with_prefetch(loader: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield batches; meanwhile, ids of the next one are sent, and who has the one after it."""
+    batches, prefetcher = _Batches(loader), IdPrefetcher()
+    with prefetcher:
+        batch = batches.settle(prefetcher.submit(None, batches.fetch()).states.result())
+        following = _END
+        if batch is not _END:
+            first = prefetcher.submit(None, batches.fetch([batch]))
+            following = batches.settle(first.states.result())
+        task: PrefetchTask | None = None
+        is_first = True
+        while batch is not _END:
             prefetcher.record_calls()
-            yielded[:] = [(each, _version(each)) for each in iter_tensors(batch)]
-            following = next(steps, None)
-            is_sent = following is not None and following[1]
-            task = prefetcher.submit(following[0]) if following is not None and is_sent else None
-            yielded.clear()
+            current, task = task, None
+            if following is not _END:
+                task = prefetcher.submit(following, batches.fetch([batch, following]))
+                if is_first:  # a loader that modifies its batches has done so by now
+                    task.states.exception()
+                    batches.raise_errors(task.states.result())
             prefetcher.start_batch(batch, current)
             yield batch
-    finally:
-        prefetcher.close()
+            batch, following = following, _END
+            if task is not None:
+                following = batches.settle(task.states.result())
+            is_first = False
 
 
-def _synchronized(
-    batches: Iterator[Batch], signature: Callable[[Any], int]
-) -> Iterator[tuple[Batch, bool]]:
-    """Yield batches until all ranks are exhausted, and whether their signatures agree."""
-    example: Any = None
-    state = LoaderState.NO_BATCH_YET
-    while True:
-        error: Exception | None = None
-        batch, mine = _END, 0
+class _Batches:
+    """The batches of this rank, and empty ones when there are no more."""
+
+    def __init__(self, loader: Iterator[Any]) -> None:
+        self._loader = loader
+        self._state = LoaderState.NO_BATCH_YET
+        self._example: Any = None  # of an empty batch
+        self._fetched: Any = None
+        self._error: Exception | None = None
+
+    def fetch(self, before: Sequence[Any] = ()) -> LoaderState:
+        """Get the next batch, which must not change those before; return this rank's state."""
+        versions = [(each, _version(each)) for batch in before for each in iter_tensors(batch)]
         try:
-            batch = next(batches, _END)
-            if batch is not _END:
-                state = LoaderState.BATCH
-            elif state != LoaderState.NO_BATCH_YET:
-                state, batch = LoaderState.EXHAUSTED, empty_batch(example)
-            mine = signature(None if batch is _END else batch)
+            self._fetched = next(self._loader, _END)
+            if any(_version(tensor) != version for tensor, version in versions):
+                requirement = (
+                    "lockstep: with prefetch=1 the loader must not modify a batch after yielding it"
+                )
+                remedy = "Allocate new tensors for every batch"
+                raise InputError(message(requirement, "a modified batch", remedy))
+            if self._fetched is not _END:
+                self._state = LoaderState.BATCH
+            elif self._state != LoaderState.NO_BATCH_YET:
+                self._state, self._fetched = LoaderState.EXHAUSTED, empty_batch(self._example)
         except Exception as raised:
-            error = raised
-        states, is_agreed = _all_gather_states(LoaderState.ERROR if error else state, mine)
-        if error is not None:
-            raise error
+            self._error = raised
+            return LoaderState.ERROR
+        return self._state
+
+    def raise_errors(self, states: Sequence[int]) -> None:
+        """Raise on every rank if the loader of one has raised."""
+        if self._error is not None:
+            raise self._error
         if LoaderState.ERROR in states:
             rank = states.index(LoaderState.ERROR)
             requirement = f"lockstep: rank {rank} has no next batch; see that rank's message"
             raise InputError(f"{requirement}. All ranks stop here.")
+
+    def settle(self, states: Sequence[int]) -> Any:
+        """The batch that was fetched; ``_END`` if all ranks are at the end."""
+        self.raise_errors(states)
+        batch = self._fetched
         if LoaderState.BATCH not in states:
-            return
+            return _END
         if LoaderState.NO_BATCH_YET in states:
             received = _broadcast_empty_batch(states.index(LoaderState.BATCH), batch)
-            if state == LoaderState.NO_BATCH_YET:
-                example, state, batch = received, LoaderState.EXHAUSTED, received
-        if state == LoaderState.BATCH:
-            example = batch
-        yield batch, is_agreed
+            if self._state == LoaderState.NO_BATCH_YET:
+                self._state, batch = LoaderState.EXHAUSTED, received
+        self._example = batch
+        return batch
 
 
 _END: Any = object()
@@ -194,14 +220,19 @@ def _is_multi_rank() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _all_gather_states(state: int, signature: int) -> tuple[list[int], bool]:
-    """The states of all ranks; whether they have the same signature, and have one."""
+def _all_gather_states(state: int) -> list[int]:
+    """The states of all ranks, by a collective that takes as long for many ranks as for two."""
     if not _is_multi_rank():
-        return [state], signature != 0
-    gathered = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, torch.tensor([state, signature]))
-    numbers = [each.tolist() for each in gathered]
-    return [each[0] for each in numbers], {each[1] for each in numbers} == {signature} != {0}
+        return [state]
+    if _hosts:
+        task = PrefetchTask([], [], 0, state)
+        _background().submit(task)
+        return task.states.result()
+    mine = torch.full((dist.get_world_size(),), state)
+    states = torch.empty_like(mine)
+    dist.all_to_all_single(states, mine)
+    found: list[int] = states.tolist()
+    return found
 
 
 def _broadcast_empty_batch(rank: int, batch: Any) -> Any:
@@ -211,6 +242,8 @@ def _broadcast_empty_batch(rank: int, batch: Any) -> Any:
 
 
 # Ids that are sent in advance
+
+_MAX_CALLS = 1 << 20  # of a batch
 
 
 def iter_tensors(batch: Any) -> Iterator[Any]:
@@ -252,48 +285,71 @@ class LookupCall(NamedTuple):
 
 
 class PrefetchTask:
-    """Sends the ids of all lookups of one batch."""
+    """Sends the ids of all lookups of one batch, and the state of the loader after it."""
 
-    def __init__(self, calls: Sequence[LookupCall], tensors: Sequence[Tensor], first: int) -> None:
+    def __init__(
+        self,
+        calls: Sequence[LookupCall],
+        tensors: Sequence[Tensor],
+        first: int,
+        state: int,
+    ) -> None:
         self._calls = list(calls)
         self._first = first
+        self._state = state
         self._arguments: list[Any] = [_map_tensors(c.arguments, tensors.__getitem__) for c in calls]
         self._versions = [[_version(t) for t in iter_tensors(a)] for a in self._arguments]
+        self.states: Future[list[int]] = Future()
         self.sent: Future[list[TableRequests | None]] = Future()
 
-    def run(self, collectives: Collectives) -> list[TableRequests | None]:
+    def run(self, collectives: Collectives) -> None:
+        """Set the results, or the error that was raised."""
+        try:
+            self.sent.set_result(self._send(collectives))
+        except BaseException as error:
+            for each in (self.states, self.sent):
+                if not each.done():
+                    each.set_exception(error)
+
+    def _signature(self) -> int:
+        """A number that must be the same on all ranks to prefetch a batch; 0: no prefetching."""
+        keys = [(each.module.call_key, repr(each.arguments)) for each in self._calls]
+        return zlib.crc32(repr(keys).encode()) + 1 if keys else 0
+
+    def _send(self, collectives: Collectives) -> list[TableRequests | None]:
         """Send the ids of all calls. If any rank's input is invalid, no rank sends."""
         requests: list[list[LookupRequest]] = []
-        is_invalid = 0
+        signature, max_bytes = self._signature(), 0
         try:
             for call, arguments in zip(self._calls, self._arguments, strict=True):
                 requests.append(call.module.lookup_requests(*arguments))
             tables = [request for each in requests for request in each]
-            mine = id_counts(tables)
-            outgoing = LookupSizes(tables, mine)
-            max_bytes = int(outgoing.request.sum(1).max())
+            if tables:
+                mine = id_counts(tables)
+                outgoing = LookupSizes(tables, mine)
+                max_bytes = int(outgoing.request.sum(1).max())
         except Exception:  # the lookup itself will raise it, on all ranks
-            is_invalid = 1
-        # All ranks call the same modules, so all have as many tables.
-        num_tables = sum(call.module.num_tables for call in self._calls)
-        counts = torch.zeros(collectives.world_size, 2 + NUM_COUNTS * num_tables, dtype=torch.int64)
-        counts[:, 0] = is_invalid
-        if not is_invalid:
-            counts[:, 2:], counts[:, 1] = mine.flatten(1), max_bytes
-        theirs = collectives.all_to_all_rows(counts)
-        if theirs[:, 0].any():
+            signature = 0
+        numbers = torch.tensor([self._state, signature, max_bytes])
+        numbers = collectives.all_to_all_rows(numbers.repeat(collectives.world_size, 1))
+        states, signatures, sizes = numbers.t().tolist()
+        self.states.set_result(states)
+        if not signature or set(signatures) != {signature}:
             return [None] * len(self._calls)
-        max_bytes = int(theirs[:, 1].max())
-        sizes = LookupSizes(tables, theirs[:, 2:].unflatten(1, (-1, NUM_COUNTS)))
-        received = exchange_ids(collectives, tables, outgoing, sizes, max_bytes)()
+        theirs = collectives.all_to_all_rows(mine.flatten(1)).unflatten(1, (-1, NUM_COUNTS))
+        incoming = LookupSizes(tables, theirs)
+        received = exchange_ids(collectives, tables, outgoing, incoming, max(sizes))()
         for request, each in zip(tables, received, strict=True):
             if each is not None:
                 request.prefetch(each.ids)
-        incoming = iter(received)
-        return [
-            TableRequests(each, self._first + n, list(itertools.islice(incoming, len(each))))
-            for n, each in enumerate(requests)
-        ]
+        found: list[TableRequests | None] = []
+        begin = 0
+        for n, of_call in enumerate(requests):
+            end, number = begin + len(of_call), self._first + n
+            reply_bytes = incoming.reply[:, begin:end].contiguous()
+            found.append(TableRequests(of_call, number, received[begin:end], reply_bytes))
+            begin = end
+        return found
 
     def take(self, module: Any, arguments: Any) -> TableRequests | None:
         """The ids that have been sent for a call, once."""
@@ -315,11 +371,56 @@ class PrefetchTask:
         )
 
 
+class Background:
+    """A thread with a process group of its own, in which tasks run in the order of all ranks."""
+
+    def __init__(self, world: Any, hosts: Sequence[str]) -> None:
+        self.world = world  # the default group
+        self.hosts = hosts
+        self.collectives: Collectives = (
+            HostCollectives(world, hosts, "gloo") if hosts else Collectives(new_group("gloo"))
+        )
+        self._tasks: queue.SimpleQueue[PrefetchTask | None] = queue.SimpleQueue()
+        # A daemon: if other ranks are gone, it may be waiting for them.
+        thread = threading.Thread(target=self._run_tasks, name="sparsestep-ids", daemon=True)
+        thread.start()
+
+    def submit(self, task: PrefetchTask | None) -> None:
+        """Run a task after the others; ``None`` ends the thread."""
+        self._tasks.put(task)
+
+    def _run_tasks(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task.run(self.collectives)
+
+
+_backgrounds: list[Background] = []  # at most one
+_hosts: list[str] = []
+
+
+def use_hosts(names: Sequence[str]) -> None:
+    """Exchange as the tables that were sharded last: by the hosts of all ranks, or without any."""
+    _hosts[:] = names
+
+
+def _background() -> Background:
+    """The thread of all loops: connections are made once."""
+    world = dist.group.WORLD
+    if _backgrounds:
+        found = _backgrounds[0]
+        is_same = found.world is world and found.hosts == _hosts
+        if is_same and not found.collectives.is_lost:
+            return found
+        _backgrounds.pop().submit(None)
+    _backgrounds.append(Background(world, list(_hosts)))
+    return _backgrounds[0]
+
+
 class IdPrefetcher:
     """Records the lookups of a batch, and sends the ids of the next one in a thread."""
 
     def __init__(self) -> None:
-        self._collectives = Collectives(new_group("gloo"))
+        self._background = _background()
         self._tensors: list[Tensor] = []  # of the current batch
         self._calls: list[LookupCall] = []  # of the current batch
         self._num_other_calls = 0  # lookups that got other tensors
@@ -327,36 +428,21 @@ class IdPrefetcher:
         self._num_tensors = 0  # of a batch with these calls
         self._task: PrefetchTask | None = None  # of the current batch
         self._sequence = 1
-        self._tasks: queue.SimpleQueue[PrefetchTask | None] = queue.SimpleQueue()
-        # A daemon: if other ranks are gone, it may be waiting for them.
-        thread = threading.Thread(target=self._run_tasks, name="sparsestep-ids", daemon=True)
-        thread.start()
+
+    def __enter__(self) -> IdPrefetcher:
         _active_prefetchers.append(self)
+        return self
 
-    def _run_tasks(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task.sent.set_result(task.run(self._collectives))
-            except BaseException as error:  # raised by the lookup that needs these ids
-                task.sent.set_exception(error)
-
-    def close(self) -> None:
-        """End the thread."""
+    def __exit__(self, *error: object) -> None:
         _active_prefetchers.remove(self)
-        self._tasks.put(None)
 
-    def signature(self, batch: Any) -> int:
-        """A number that must be the same on all ranks to prefetch a batch; 0: no prefetching."""
-        if not self._expected or self._num_tensors != len(list(iter_tensors(batch))):
-            return 0
-        keys = [(each.module.call_key, repr(each.arguments)) for each in self._expected]
-        return zlib.crc32(repr(keys).encode()) + 1
-
-    def submit(self, batch: Any) -> PrefetchTask:
-        """Send the ids of the next batch; all ranks do."""
-        task = PrefetchTask(self._expected, list(iter_tensors(batch)), self._sequence)
-        self._sequence += len(self._expected)
-        self._tasks.put(task)
+    def submit(self, batch: Any, state: int) -> PrefetchTask:
+        """Send the ids of the next batch, and the state of the loader after it; all ranks do."""
+        tensors = list(iter_tensors(batch))
+        calls = self._expected if len(tensors) == self._num_tensors else []
+        task = PrefetchTask(calls, tensors, self._sequence, state)
+        self._sequence += _MAX_CALLS
+        self._background.submit(task)
         return task
 
     def record_calls(self) -> None:
@@ -377,7 +463,7 @@ class IdPrefetcher:
 
     def take(self, module: Any, arguments: Any) -> TableRequests | None:
         """Record a lookup; return the ids that have been sent for it."""
-        if module.sharding.collectives.world_size != self._collectives.world_size:
+        if module.sharding.collectives.world_size != dist.get_world_size():
             return None  # sharded among some of the ranks
         numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
         tensors = list(iter_tensors(arguments))

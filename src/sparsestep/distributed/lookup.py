@@ -7,6 +7,7 @@ bags have one id, each id is requested once, however often it occurs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import copy
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from sparsestep._native import ext
 from sparsestep._process import uninterrupted
 from sparsestep._torch import cat, stack
 from sparsestep.distributed._handshake import ExchangeKind, PeerStatus
@@ -29,7 +31,7 @@ from sparsestep.distributed._table import (
     TableGroup,
     offsets_of,
 )
-from sparsestep.distributed.collectives import Caught, Collectives, Messages, Sections
+from sparsestep.distributed.collectives import Caught, Collectives, Messages, Payload, Sections
 from sparsestep.distributed.placement import (
     BROADCAST_BAG_FACTOR,
     LENGTH_DTYPE,
@@ -139,12 +141,36 @@ def dynamic_request(
     return request
 
 
+def lookup_requests(calls: Sequence[tuple[ShardedTable, Any, Any, Any]]) -> list[LookupRequest]:
+    """The requests of calls with ids, offsets and weights; raises if an argument is invalid."""
+    world_size = calls[0][0].collectives.world_size if calls else 1
+    is_plain = world_size > 1 and all(
+        table.merges_ids and offsets is None and weights is None and _is_column(ids)
+        for table, ids, offsets, weights in calls
+    )
+    if is_plain and ext is not None:
+        counts = torch.empty(len(calls), world_size, dtype=torch.int64)
+        asked = [(ids.contiguous(), table.rows, table.owner) for table, ids, _, _ in calls]
+        found = ext.request_rows(asked, world_size, counts)
+        if found is not None:
+            return [
+                LookupRequest(table, rows, mine, 1, None, len(rows), mine, None, inverse=inverse)
+                for (table, *_), mine, (rows, inverse) in zip(
+                    calls, counts.unbind(), found, strict=True
+                )
+            ]
+    return [lookup_request(*each) for each in calls]
+
+
+def _is_column(ids: Any) -> bool:
+    return type(ids) is Tensor and ids.dim() == 2 and ids.shape[1] == 1
+
+
 def _request_rows(table: ShardedTable, ids: Tensor, weights: Tensor | None) -> LookupRequest:
     """One id for each row of the output."""
     placement, world_size = table.placement, table.collectives.world_size
     inverse = None
-    may_dedup = table.order == "fast" and table.mode != "max" and not table.scale_grad_by_freq
-    if may_dedup and weights is None and placement.is_sharded and world_size > 1:
+    if table.merges_ids and weights is None and world_size > 1:
         ids, inverse = unique_ids(ids, table.rows)
     if table.row_stride > 1:
         split = split_by_owner(ids, None, world_size, table.id_dtype)
@@ -211,6 +237,15 @@ def _request_partial_bags(
     )
 
 
+def sum_all_duplicates(requests: Sequence[tuple[Tensor, Tensor, int]]) -> list[Tensor]:
+    """Sum the rows with the same index, as ``sum_duplicates`` does, in one call where possible."""
+    sums = [values.new_zeros(count, *values.shape[1:]) for values, _, count in requests]
+    asked = [(v.detach(), inverse, s) for (v, inverse, _), s in zip(requests, sums, strict=True)]
+    if ext is not None and ext.sum_rows(asked):
+        return sums
+    return [sum_duplicates(*each) for each in requests]
+
+
 def sum_duplicates(values: Tensor, inverse: Tensor, count: int) -> Tensor:
     """Sum the rows with the same index; half precision is rounded once."""
     wide = values.float() if values.dtype in HALF_DTYPES else values
@@ -259,6 +294,7 @@ class TableRequests(NamedTuple):
     requests: Sequence[LookupRequest]
     prefetched: int = 0  # at least 1, and the same on all ranks; 0: ids have not been sent
     incoming: Sequence[IncomingLookup | None] = ()
+    reply_bytes: Tensor | None = None  # of the rows that each rank gets, by table
 
 
 def id_counts(requests: Sequence[LookupRequest]) -> Tensor:
@@ -306,13 +342,13 @@ def exchange_ids(
     Returns a function that reads the requests of all ranks, per table; ``None`` for replicated
     ones. Other ranks wait for the rows, so an error must be reported to them.
     """
-    messages = collectives.all_to_all(
-        lambda: [section for each in requests for section in _sections(each)],
-        outgoing.request,
-        incoming.request,
-        max_bytes,
-    )
+    sizes = outgoing.request, incoming.request
+    messages = collectives.all_to_all(lambda: _id_sections(requests), *sizes, max_bytes)
     return partial(_read_ids, requests, messages, incoming)
+
+
+def _id_sections(requests: Sequence[LookupRequest]) -> Sections:
+    return [section for each in requests for section in _sections(each)]
 
 
 def _sections(request: LookupRequest) -> Sections:
@@ -490,8 +526,10 @@ class _Translation:
         self._ranks, self._vocabularies = collectives, [each.vocabulary for each in requests]
         self._prepared: list[PreparedLookup] = []
 
-    def rows_of(self, incoming: list[IncomingLookup | None]) -> list[IncomingLookup | None]:
+    def rows_of(self, incoming: Sequence[IncomingLookup | None]) -> Sequence[IncomingLookup | None]:
         """Requests with local rows in place of ids."""
+        if all(each is None for each in self._vocabularies):
+            return incoming
         none = torch.empty(0, dtype=torch.int64)
         ids = [none if each is None else each.ids for each in incoming]
         rows, self._prepared = prepare_lookups(self._vocabularies, ids, can_undo=True)
@@ -534,6 +572,8 @@ class _Translation:
 
 # The whole lookup
 
+_IDS, _ROWS = 1, 2  # what comes with the status
+
 
 def sharded_lookup(
     group: TableGroup,
@@ -547,20 +587,40 @@ def sharded_lookup(
     """
     status, counts = group.status(operation, first), group.new_counts()
     requests: Sequence[LookupRequest] = []
-    prefetched: Sequence[IncomingLookup | None] = []
+    incoming: Sequence[IncomingLookup | None] = []
+    early: list[LocalRows] = []
+    payload: Payload | None = None
     with Caught() as caught:
-        requests, status.prefetched, prefetched = make_requests()
+        requests, status.prefetched, incoming, reply_bytes = make_requests()
         own_counts = id_counts(requests)
         counts[:, : NUM_COUNTS * len(requests)] = own_counts.flatten(1)
         own = LookupSizes(requests, own_counts)
+        if reply_bytes is None:
+            payload, status.payload = Payload(_id_sections(requests), own.request), _IDS
+        elif all(each.table.is_plain_read and each.vocabulary is None for each in requests):
+            early = _serve(requests, incoming, needs_grad=True)
+            sections = _row_sections(incoming, early, requests)
+            payload, status.payload = Payload(sections, reply_bytes), _ROWS
         status.max_bytes = int(own.request.sum(1).max())
         status.max_reply_bytes = int(own.reply.sum(1).max())
         status.num_tables, status.value = len(requests), int(torch.is_grad_enabled())
-    peers = group.handshake(status, counts, caught.error)
+    peers = group.handshake(status, counts, caught.error, payload=payload)
     theirs = certain(partial(_peer_sizes, requests, peers))
-    read: Callable[[], list[IncomingLookup | None]] = partial(list, prefetched)
+    payloads = set(peers["payload"]) if peers.messages is not None else set()
+    needs_grad = any(peers["value"])
+    read: Callable[[], Sequence[IncomingLookup | None]] = partial(list, incoming)
+    sizes, max_bytes = (theirs.reply, own.reply), max(peers["max_reply_bytes"])
     if not status.prefetched or set(peers["prefetched"]) != {status.prefetched}:
-        read = exchange_ids(group.collectives, requests, own, theirs, max(peers["max_bytes"]))
+        early, sizes, max_bytes = [], (own.request, theirs.request), max(peers["max_bytes"])
+        if payloads == {_IDS}:
+            assert payload is not None
+            assert peers.messages is not None
+            read = partial(_read_ids, requests, peers.messages(payload, theirs.request), theirs)
+        else:
+            read = exchange_ids(group.collectives, requests, own, theirs, max_bytes)
+        payloads.clear()
+    sent, received = certain(lambda: [each.sum(1) for each in sizes])
+    group.expect(sent, received, max_bytes)
     handles = [
         LookupHandle(
             group.sequence + n, r.table, r.num_bags, r.bags_per_rank, r.is_partial, r.inverse
@@ -568,16 +628,28 @@ def sharded_lookup(
         for n, r in enumerate(requests)
     ]
     group.sequence += len(requests)
-    serve = partial(_serve, group, requests, handles, needs_grad=any(peers["value"]))
-    max_bytes = max(peers["max_reply_bytes"])
+    local: list[LocalRows] = []
     translation = _Translation(group.collectives, requests)
+
+    def outgoing() -> Sections:
+        found = translation.rows_of(read())
+        local[:] = early or _serve(requests, found, needs_grad=needs_grad)
+        if needs_grad:
+            _keep_served(group, handles, found, local)
+        return _row_sections(found, local, requests)
+
     weights = [each.table.weight for each in requests]
     has_grad = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
 
     def look_up() -> list[Tensor]:
-        rows = _return_rows(
-            group, requests, own, theirs, max_bytes, lambda: serve(translation.rows_of(read()))
-        )
+        if payloads == {_ROWS}:
+            sections = outgoing()
+            assert peers.messages is not None
+            messages = peers.messages(Payload(sections, theirs.reply), own.reply)
+        else:
+            most = max(peers["max_reply_bytes"])
+            messages = group.collectives.all_to_all(outgoing, theirs.reply, own.reply, most)
+        rows: Sequence[Tensor] = _read_rows(requests, messages, local)
         if has_grad:
             group.pending.update({handle.sequence: handle for handle in handles})
             rows = list(_ShardedLookupFunction.apply(handles, rows, *weights))
@@ -595,13 +667,11 @@ def _peer_sizes(requests: Sequence[LookupRequest], peers: PeerStatus) -> LookupS
 
 
 def _serve(
-    group: TableGroup,
     requests: Sequence[LookupRequest],
-    handles: Sequence[LookupHandle],
     incoming: Sequence[IncomingLookup | None],
     *,
     needs_grad: bool,
-) -> list[tuple[IncomingLookup | None, Tensor]]:
+) -> list[LocalRows]:
     """Look up the rows that ranks request of this one; of replicated tables, its own."""
     tables = [each.table for each in requests]
     local = [
@@ -609,48 +679,56 @@ def _serve(
     ]
     for table, each in zip(tables, local, strict=True):
         table.prefetch(each.ids)
-    found = serve_lookups(tables, local, needs_grad=needs_grad)
-    for (_, grad_fn), handle, theirs in zip(found, handles, incoming, strict=True):
-        if needs_grad and handle.table.weight.requires_grad:
-            if theirs is None:
-                handle.grad_fn = grad_fn
-                served = ServedLookup(handle.table, None, handle.bags_per_rank)
-            else:
-                served = ServedLookup(handle.table, grad_fn, theirs.bags_per_rank)
-            group.served[handle.sequence] = served
-    return [(theirs, rows) for theirs, (rows, _) in zip(incoming, found, strict=True)]
+    return serve_lookups(tables, local, needs_grad=needs_grad)
 
 
-def _return_rows(
+def _keep_served(
     group: TableGroup,
+    handles: Sequence[LookupHandle],
+    incoming: Sequence[IncomingLookup | None],
+    local: Sequence[LocalRows],
+) -> None:
+    """Keep what the gradients of served lookups need."""
+    for (_, grad_fn), handle, theirs in zip(local, handles, incoming, strict=True):
+        if not handle.table.weight.requires_grad:
+            continue
+        if theirs is None:
+            handle.grad_fn = grad_fn
+            served = ServedLookup(handle.table, None, handle.bags_per_rank)
+        else:
+            served = ServedLookup(handle.table, grad_fn, theirs.bags_per_rank)
+        group.served[handle.sequence] = served
+
+
+def _row_sections(
+    incoming: Sequence[IncomingLookup | None],
+    local: Sequence[LocalRows],
     requests: Sequence[LookupRequest],
-    own: LookupSizes,
-    theirs: LookupSizes,
-    max_bytes: int,
-    serve: Callable[[], list[tuple[IncomingLookup | None, Tensor]]],
+) -> Sections:
+    """The rows that ranks get, as they are sent."""
+    return [
+        None if theirs is None else each.table.encode(rows)
+        for each, theirs, (rows, _) in zip(requests, incoming, local, strict=True)
+    ]
+
+
+def _read_rows(
+    requests: Sequence[LookupRequest], messages: Messages, local: Sequence[LocalRows]
 ) -> list[Tensor]:
-    """Send rows to the ranks that requested them; return the rows that this rank requested."""
-    local_rows: list[Tensor] = []
-
-    def outgoing() -> Sections:
-        served = serve()
-        local_rows.extend(rows for _, rows in served)
-        return [
-            None if incoming is None else each.table.encode(rows)
-            for each, (incoming, rows) in zip(requests, served, strict=True)
-        ]
-
-    messages = group.collectives.all_to_all(outgoing, theirs.reply, own.reply, max_bytes)
+    """The rows that this rank has requested."""
     found = []
     received = messages.read([each.table.wire_dtype for each in requests])
-    for each, local, flat in zip(requests, local_rows, received, strict=True):
+    for each, (rows, _), flat in zip(requests, local, received, strict=True):
         if not each.is_sent:
-            found.append(local)
+            found.append(rows)
             continue
         flat = each.table.decode(flat)
+        num_rows = each.num_bags
         if each.is_partial:
-            flat = _sum_partial_bags(flat.view(group.collectives.world_size, -1).unbind())
-        rows = flat.view(-1, each.table.dim)
+            world_size = each.table.collectives.world_size
+            flat = _sum_partial_bags(flat.view(world_size, len(flat) // world_size).unbind())
+            num_rows //= world_size
+        rows = flat.view(num_rows, each.table.dim)
         found.append(rows if each.inverse is None else rows.index_select(0, each.inverse))
     return found
 
@@ -665,14 +743,18 @@ def _sum_partial_bags(pieces: Sequence[Tensor]) -> Tensor:
     return total.to(first.dtype)
 
 
+@functools.cache
+def _placeholder(dtype: torch.dtype) -> Any:
+    return PendingGrad(None, torch.empty(0, dtype=dtype))
+
+
 def _set_placeholder_grad(weight: Tensor) -> None:
     """Set an empty gradient, so that code that reads ``.grad`` exchanges on every rank.
 
     A GradScaler, for example, then does so on the ranks whose loss leaves the table out, too.
     """
     if weight.requires_grad and weight.grad is None:
-        placeholder: Any = PendingGrad(None, weight.detach()[:0])
-        weight.grad = CompactGrad.of([placeholder], weight.shape, weight)
+        weight.grad = CompactGrad.of([_placeholder(weight.dtype)], weight.shape, weight)
 
 
 class _ShardedLookupFunction(torch.autograd.Function):
@@ -684,8 +766,9 @@ class _ShardedLookupFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.handles = handles
-        # Detach: autograd forbids in-place writes to views that a custom Function returns.
-        return tuple(each.detach() for each in rows)
+        # Autograd forbids in-place writes to views that a custom Function returns.
+        pairs = zip(handles, rows, strict=True)
+        return tuple(each.detach() if handle.inverse is None else each for handle, each in pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

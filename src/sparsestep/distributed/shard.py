@@ -19,14 +19,22 @@ from sparsestep._process import uninterrupted
 from sparsestep._torch import ignored_by_ddp, own_parameters
 from sparsestep.distributed._handshake import compare_facts
 from sparsestep.distributed._table import Reduction, ShardedTable, SumOrder, TableGroup
-from sparsestep.distributed.collectives import Caught, Collectives, new_group
+from sparsestep.distributed.collectives import (
+    Caught,
+    Collectives,
+    HostCollectives,
+    Topology,
+    host_name,
+    new_group,
+)
 from sparsestep.distributed.grads import ShardedGradSource
-from sparsestep.distributed.lockstep import take_prefetched
+from sparsestep.distributed.lockstep import take_prefetched, use_hosts
 from sparsestep.distributed.lookup import (
     LookupRequest,
     TableRequests,
     dynamic_request,
     lookup_request,
+    lookup_requests,
     sharded_lookup,
 )
 from sparsestep.distributed.placement import ByRow, Placement
@@ -58,6 +66,7 @@ _OPTIONS = (
     "combine",
     "seed",
 )
+_SAME_ARGUMENTS = "shard: all ranks must shard the same tables with the same arguments"
 _REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 
 
@@ -129,13 +138,15 @@ class ShardedCollection(ShardedModule):
         """See :class:`ShardedModule`."""
         collection: Any = self
         split = collection.split_inputs(*arguments)
-        found = []
-        for (table, *each), (_, vocabulary) in zip(split, collection.dynamic_tables(), strict=True):
-            if vocabulary is None:
-                found.append(lookup_request(table.sharded_table, *each))
-            else:
-                found.append(dynamic_request(table.sharded_table, vocabulary.local, *each))
-        return found
+        pairs = list(zip(split, collection.dynamic_tables(), strict=True))
+        if all(vocabulary is None for _, (_, vocabulary) in pairs):
+            return lookup_requests([(table.sharded_table, *each) for table, *each in split])
+        return [
+            lookup_request(table.sharded_table, *each)
+            if vocabulary is None
+            else dynamic_request(table.sharded_table, vocabulary.local, *each)
+            for (table, *each), (_, vocabulary) in pairs
+        ]
 
     def translate(self, *arguments: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Nothing: owners look up ids in their vocabularies."""
@@ -187,6 +198,7 @@ def shard(
     reduce: Reduction | Mapping[str, Reduction] = "mean",
     order: SumOrder = "fast",
     wire: WireFormat | None = None,
+    topology: Topology = "flat",
 ) -> Plan:
     """Shard the tables of a model across the ranks of a process group.
 
@@ -222,6 +234,8 @@ def shard(
             ``"bf16"``, two bytes per element, or as ``"int8"``, one byte per element and four per
             row. Rows are rounded to the nearest, gradients at random, so that they are right on
             average. Tables and their state stay as they are.
+        topology: ``"flat"``, every rank has a connection to every other; or ``"hosts"``, one rank
+            of each host exchanges for all of them, with fewer connections and the same results.
 
     Returns:
         The plan. Print it to see where each table is, and why.
@@ -241,21 +255,27 @@ def shard(
         >>> optimizer.step()
     """
     # A rank that stops in the middle of an exchange keeps the others waiting.
-    return uninterrupted(partial(_shard_together, model, mesh, plan, reduce, order, wire))
+    arguments = model, mesh, plan, reduce, order, wire, topology
+    return uninterrupted(partial(_shard_together, *arguments))
 
 
 def _shard_together(
-    model: nn.Module, mesh: DeviceMesh | None, plan: Any, reduce: Any, order: Any, wire: Any
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    plan: Any,
+    reduce: Any,
+    order: Any,
+    wire: Any,
+    topology: Any,
 ) -> Plan:
-    collectives = Collectives(_process_group(mesh))
+    collectives = _new_collectives(mesh, topology)
     sharding: _Sharding | None = None
     facts: dict[str, str] = {}
     with Caught() as caught:
         sharding = _Sharding(model, collectives, plan, reduce, order, wire)
         facts = sharding.facts()
-    requirement = "shard: all ranks must shard the same tables with the same arguments"
     try:
-        compare_facts(collectives, facts, requirement, caught.error)
+        compare_facts(collectives, facts, _SAME_ARGUMENTS, caught.error)
     except BaseException:
         for table in () if sharding is None else sharding.tables:
             table.discard()
@@ -418,12 +438,43 @@ class _Sharding:
         certain(partial(_exclude_from_ddp, self._model, self.tables))
 
 
+def _new_collectives(mesh: DeviceMesh | None, topology: Any) -> Collectives:
+    """Those of a mesh, or of a separate group: our exchanges and DDP's do not wait for each other.
+
+    All ranks raise if they pass different topologies, which make different groups.
+    """
+    error: InputError | None = None
+    if not isinstance(topology, str) or topology not in ("flat", "hosts"):
+        error = InputError(message("shard: topology must be one of flat, hosts", repr(topology)))
+    group = _process_group(mesh)
+    if group is None:
+        if error is not None:
+            raise error
+        return Collectives(None)
+    if topology == "hosts" and dist.get_world_size(group) < dist.get_world_size():
+        requirement = "shard: topology='hosts' is for all ranks"
+        error = InputError(message(requirement, "a mesh of some", "Use topology='flat'"))
+    others: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(others, (str(topology), host_name()), group=group)
+    if error is not None:
+        raise error
+    for rank, (other, _) in enumerate(others):
+        if other != others[0][0]:
+            got = f"topology: {others[0][0]} on rank 0, {other} on rank {rank}"
+            raise InputError(message(_SAME_ARGUMENTS, got, "Nothing has changed on any rank"))
+    hosts = [host for _, host in others] if topology == "hosts" else []
+    if len(others) == dist.get_world_size():  # lockstep is for all ranks
+        use_hosts(hosts)
+    if hosts:
+        return HostCollectives(group, hosts)
+    return Collectives(new_group() if mesh is None else group)
+
+
 def _process_group(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """A separate group, so that our exchanges and DDP's do not wait for each other."""
+    """The group of a mesh, or the default one."""
     if mesh is None:
-        if not dist.is_available() or not dist.is_initialized():
-            return None
-        return new_group()
+        is_initialized = dist.is_available() and dist.is_initialized()
+        return dist.group.WORLD if is_initialized else None
     if not hasattr(mesh, "get_group"):
         requirement = "shard: mesh must be a torch.distributed.device_mesh.DeviceMesh"
         raise InputError(message(requirement, f"a {type(mesh).__name__}"))

@@ -407,6 +407,11 @@ def _add(first: Any, second: Any, *, alpha: Any = 1) -> Any:
 
 
 def _add_(first: Any, second: Any, *, alpha: Any = 1) -> Any:
+    is_compact = all(isinstance(g, CompactGrad) and g.materialized is None for g in (first, second))
+    is_alike = is_compact and first.shape == second.shape and first.dtype == second.dtype
+    if is_alike and alpha == 1:
+        first.replace_parts(first.parts + second.parts)
+        return first
     total = _add(first, second, alpha=alpha) if isinstance(first, CompactGrad) else NotImplemented
     if total is NotImplemented:
         return NotImplemented
