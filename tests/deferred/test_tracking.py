@@ -351,18 +351,3 @@ def test_an_optimizer_of_tracked_parameters_that_lost_its_semantics_warns():
     sparsestep.AdamW(model.parameters(), semantics="dense")
     handle.remove()
     sparsestep.AdamW(model.parameters())
-
-
-def test_a_lookup_of_half_as_many_ids_as_rows_catches_up_all_rows():
-    table = torch.nn.Embedding(8, 2)
-    optimizer = sparsestep.nn.optimizer_for(table, sparsestep.Adam, lr=0.1)
-    for ids in (torch.arange(8), torch.tensor([5])):
-        optimizer.zero_grad()
-        table(ids).square().sum().backward()
-        optimizer.step()
-    deferred = optimizer.deferred[id(table.weight)]
-    assert deferred.num_deferred() == 7
-    table(torch.tensor([1, 2, 5]))
-    assert deferred.num_deferred() == 5
-    table(torch.tensor([1, 1, 2, 5]))
-    assert deferred.num_deferred() == 0

@@ -156,9 +156,8 @@ def test_memory_runs_out_in_a_vocabulary(rank: Rank):
     vocabulary(torch.arange(4) + 4 * rank.index)
     before, weight = vocabulary.as_dict(), table.weight.detach().clone()
     for where in (
-        (sparsestep.distributed.vocabulary, "hash_owner", 1),
-        (collectives, "unpack", 1),
-        (vocabulary.local, "assign_rows", 1),
+        (lookup, "hash_owner", 1),
+        (lookup, "prepare_lookups", 1),
     ):
         assert_all_raise(rank, where, lambda: vocabulary(torch.arange(100, 120)))
         assert before == vocabulary.as_dict()

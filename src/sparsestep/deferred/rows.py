@@ -138,16 +138,6 @@ class DeferredRows:
         """Whether any row may be deferred."""
         return self.history.now > self._min_step
 
-    def are_most(self, ids: Any) -> bool:
-        """Whether a lookup reads so many rows that it had better catch up all of them.
-
-        Then later lookups, and the step, have nothing left to do. It takes no longer than the
-        lookup itself, which reads at least half as many rows.
-        """
-        if not isinstance(ids, Tensor) or ids.is_nested or 2 * ids.numel() < self.num_rows:
-            return False
-        return self.param is not None and file_of(self.param) is None
-
     def num_deferred(self) -> int:
         """Count the deferred rows."""
         if not self.has_deferred:

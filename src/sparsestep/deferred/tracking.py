@@ -54,11 +54,18 @@ def _tracking_of(param: Tensor) -> Iterator[Tracking]:
 
 def catch_up_tracked(param: Tensor, ids: Any) -> None:
     """Catch up the rows of a parameter that an operation of a graph reads, if it is tracked."""
-    tracking = list(_tracking_of(param))
-    inside = valid_rows(ids, param) if tracking else None
-    if inside is not None:  # else the operation raises: an id is invalid
-        for each in tracking:
-            each.optimizer.catch_up_rows(param, inside)
+    for each in _tracking_of(param):
+        _catch_up_ids(each.optimizer, param, ids)
+
+
+def _catch_up_ids(optimizer: Any, param: Tensor, ids: Any) -> None:
+    """Catch up the rows that a lookup reads."""
+    deferred = optimizer.deferred.get(id(param))
+    if deferred is None or not deferred.has_deferred:
+        return
+    rows = valid_rows(ids, param)
+    if rows is not None:  # else the lookup raises: an id is invalid
+        optimizer.catch_up_rows(param, rows)
 
 
 _read_in_graphs: Any = WeakIdKeyDictionary()  # parameters, by rows or as a whole
@@ -301,19 +308,8 @@ class Tracking:
                 deferred.note_write(weight)
 
     def _catch_up_ids(self, weight: Tensor, ids: Any) -> None:
-        optimizer = self.optimizer
-        if optimizer is None:
-            return
-        param = _param_aliased_by(optimizer, weight)
-        deferred = optimizer.deferred.get(id(param))
-        if deferred is None or not deferred.has_deferred:
-            return
-        if deferred.are_most(ids):
-            optimizer.catch_up_rows(param, None)
-            return
-        inside = valid_rows(ids, weight)
-        if inside is not None:  # else the module raises: an id is invalid
-            optimizer.catch_up_rows(param, inside)
+        if self.optimizer is not None:
+            _catch_up_ids(self.optimizer, _param_aliased_by(self.optimizer, weight), ids)
 
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
         if self.optimizer is None:

@@ -371,25 +371,24 @@ def write_base(folder: Path, name: str, file: MappedFile) -> FileEntry:
 
 def copy_base(folder: Path, table: TableEntry, target: int) -> None:
     """Copy the base of a table to an empty file, given by its descriptor, and verify it."""
-    with _open_base(folder, table) as source:
+    with _open(folder, table.base.file, table.base.bytes) as source:
+        _check_base_header(table, source)
         if disk.copy_sparse(source.fileno(), target) != table.base.crc:
             raise source.changed("different bytes")
 
 
-def _open_base(folder: Path, table: TableEntry) -> _ChecksummedFile:
-    source = _open(folder, table.base.file, table.base.bytes)
-    header = formats.read_header(str(folder / table.base.file), source.fileno())
+def _check_base_header(table: TableEntry, source: _ChecksummedFile) -> None:
+    header = formats.read_header(str(source.name), source.fileno())
     if header._replace(used=frozenset()) != table.layout.header:
-        source.close()
         raise source.changed("a header that differs from the manifest")
-    return source
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Refuse tables that are damaged, without restoring them."""
     check_sizes(folder, manifest)
     for table in manifest.tables:
-        with _open_base(folder, table) as source:
+        with _open(folder, table.base.file, table.base.bytes) as source:
+            _check_base_header(table, source)
             if disk.checksum(source.fileno()) != table.base.crc:
                 raise source.changed("different bytes")
     for journal in manifest.journals:
