@@ -70,7 +70,7 @@ nitpick_ignore_regex = [
     ),
     (
         "py:.*",
-        r"(ParamsT|Tensor|Mask|Engine|Semantics|BiasCorrection|Formula|Only|Model|PlacementKind|Reduction|SumOrder|WireFormat"
+        r"(ParamsT|Tensor|Mask|Engine|Semantics|BiasCorrection|Formula|Only|Model|PlacementKind|Reduction|SumOrder|Topology|WireFormat"
         r"|Evict|Init|Table|ShardedTable|AnyOptimizer|(typing\.)?Concatenate|Options(\.k?w?args)?|Made"
         r"|functools\.partial)",
     ),

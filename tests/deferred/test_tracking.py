@@ -312,6 +312,7 @@ def test_an_optimizer_that_is_created_again_before_the_first_step_tracks_the_mod
     expected, other = made(Nested, True)
     for each, its in ((opt, model), (other, expected)):
         each.track(its, guard=guard)
+        each.zero_grad()  # as PyKEEN does when it tries batch sizes
     again = created_again(opt, model, how)
     assert again.semantics == "dense"
     train(model, again, range(9))

@@ -105,8 +105,7 @@ def recreated_from(optimizer_class: Any, params: Any, given: Mapping[str, Any]) 
         return None
     for each in (each for param in params for each in _tracking_of(param)):
         other = each.optimizer
-        has_stepped = other.iterations or other.updates
-        if type(other) is not optimizer_class or has_stepped:
+        if type(other) is not optimizer_class or other.used_engines:  # it has stepped
             continue
         if {*map(id, other.params())} != {*map(id, params)}:
             continue
