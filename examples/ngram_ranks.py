@@ -69,7 +69,9 @@ def train(
         if rank == 0 and step in (0, options.steps - 1):
             tokens_seen = (step + 1) * options.ranks * BATCH * (tokens.shape[1] - 1)
             print(f"{tokens_seen:9,} tokens: loss {mean.item():.3f}", flush=True)
-    dist.destroy_process_group()
+    dist.barrier()
+    # When a process that has used DDP ends, torch 2.13 may wait forever for a thread of gloo.
+    os._exit(0)
 
 
 def main() -> int:

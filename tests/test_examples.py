@@ -300,9 +300,8 @@ def test_a_memory_of_ngrams_learns_what_is_not_in_its_text(run: Run, tmp_path: P
 def test_a_memory_beside_layers_on_ranks(layers: str, table: str):
     script = [str(EXAMPLES / "ngram_ranks.py"), "--layers", layers, "--table", table]
     options = ["--steps", "12", "--rows", "5000"]
-    done = subprocess.run(
-        [sys.executable, *script, *options], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, *script, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     first, last = (float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout))
     assert last < first - 1
