@@ -579,23 +579,24 @@ class Vocabulary(nn.Module):
             text = message(requirement, type(strings).__name__)
             error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {text}")
             return
-        self.restore(saved, now, num_reused, strings)
+        with self.lock:
+            self.prepare_restore(saved, now, num_reused, strings)()
 
-    def restore(
+    def prepare_restore(
         self,
         saved: IdTableSnapshot,
         now: int,
         num_reused: int,
         strings: Sequence[str | None] | None = None,
-    ) -> None:
-        """Replace everything by what ``unpack_state`` has found. Atomic."""
-        with self.lock, memory_errors():
+    ) -> Callable[[], None]:
+        """Return a call that replaces everything by what ``unpack_state`` has found."""
+        with memory_errors():
             ids = IdTable(self.options)
             ids.load(saved, now)
             if self.strings is not None:
                 strings = [None] * self.rows if strings is None else list(strings)
-            changed = {"id_table": ids, "now": now, "num_reused": num_reused, "progress": []}
-            self._change(**changed, strings=strings)
+        changed = {"id_table": ids, "now": now, "num_reused": num_reused, "progress": []}
+        return partial(self._change, **changed, strings=strings)
 
     def _change(self, **attributes: Any) -> None:
         """Set attributes in one step that no signal handler can interrupt."""

@@ -42,6 +42,7 @@ from sparsestep.distributed.checkpoint._reshard import (
 )
 from sparsestep.distributed.collectives import Caught, Collectives, new_group
 from sparsestep.distributed.shard import sharded_table
+from sparsestep.engines.base import finish
 from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import about_to_write, file_of, written
 from sparsestep.nn.grow import do_nothing
@@ -312,6 +313,11 @@ class _CheckpointState:
             ]
             for tensor, _ in values:
                 about_to_write(tensor, (), None)
+            restored = [
+                self.vocabularies[each.name].local.prepare_restore(*each.found)
+                for each in readers
+                if each.found is not None
+            ]
 
         def commit_together() -> None:
             before = optimizer.state, optimizer.param_groups, dict(optimizer.store.layouts)
@@ -329,9 +335,7 @@ class _CheckpointState:
                     tensor.copy_(value)
             written(tensor for tensor, _ in values)
             files.finish()
-            for each in readers:
-                assert each.found is not None
-                self.vocabularies[each.name].local.restore(*each.found)
+            finish(restored)
 
         # Once a rank has agreed, the others rely on it.
         uninterrupted(commit_together)
