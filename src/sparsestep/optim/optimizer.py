@@ -922,7 +922,7 @@ class RuleOptimizer(_Base):
     ) -> list[Callable[[], object]]:
         """Copy state from one layout to another; what only one mask selects starts over.
 
-        What is new starts from ``values``.
+        New entries start from ``values``.
         """
         memory = memory_of(param)
         tensors, defaults = self._resettable_state(param)
