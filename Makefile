@@ -87,7 +87,7 @@ board: $(VENV)/board ## examples on real data against published accuracies, in d
 house: $(READY) ## figures about the code, with the command behind each
 	$(BIN)/python packaging/house.py
 
-docs: $(VENV)/.extra-docs ## the site, in docs/_build/html
+docs: $(VENV)/.extra-docs $(VENV)/board ## the site, in docs/_build/html
 	rm -rf docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -n -q -d docs/_build/doctrees docs docs/_build/html
 

@@ -14,9 +14,11 @@ import sys
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from docs.pictures import beside
-from docs.theme import FAINT, INK, LIGHT, OURS, TEXT, TORCH, framed, save
+from docs.theme import FAINT, GRID, INK, LIGHT, OURS, TEXT, TORCH, WIDTH, framed, save
 
 HERE = Path(__file__).parent
 GALLERY = HERE / "gallery"
@@ -191,6 +193,59 @@ def draw_averages() -> None:
     save(axes, GALLERY / "averages.svg")
 
 
+def draw_ngram_memory() -> None:
+    """Loss by tokens and by seconds, step time by rows, and memory."""
+    text = recorded("ngram_memory")
+    pattern = r"\n +([\d,]+) +(\d\.\d+) +([\d.]+) s +(\d\.\d+) +([\d.]+) s(?=\n)"
+    tokens, plain, plain_seconds, ours, seconds = zip(*numbers(pattern, text), strict=True)
+    sizes, milliseconds = zip(*numbers(r"\n +([\d,]+) rows: ([\d.]+) ms", text), strict=True)
+    kinds = r"(?:layers|memory): ([\d,]+) bytes, and ([\d,]+) of state"
+    (layers, layers_state), (table, table_state) = numbers(kinds, text)
+
+    figure = Figure(figsize=(WIDTH, 5.6), facecolor="white")
+    figure.subplots_adjust(left=0.09, right=0.97, top=0.93, bottom=0.09, hspace=0.45, wspace=0.45)
+    by_tokens, by_seconds, by_rows, memory = figure.subplots(2, 2).flat
+    for axes, name, (x, other) in (
+        (by_tokens, "loss, by tokens", (tokens, tokens)),
+        (by_seconds, "loss, by seconds", (plain_seconds, seconds)),
+    ):
+        axes.set_title(name, loc="left", fontsize=TEXT, fontweight="bold", color=INK)
+        axes.plot(x, plain, color=TORCH, linewidth=2.2, label="layers alone")
+        axes.plot(other, ours, color=OURS, linewidth=2.2, label="with n-grams")
+        axes.legend(frameon=False, fontsize=9.5, labelcolor="linecolor", loc="upper right")
+    by_tokens.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e3:,.0f} k"))
+    by_rows.set_title("ms a step, by rows", loc="left", fontsize=TEXT, fontweight="bold", color=INK)
+    by_rows.plot(sizes[1:], milliseconds[1:], "o-", color=OURS, linewidth=2.2)
+    by_rows.axhline(milliseconds[0], color=TORCH, linewidth=2.2)
+    by_rows.annotate(
+        "layers alone",
+        (sizes[1], milliseconds[0]),
+        xytext=(0, -13),
+        textcoords="offset points",
+        color=TORCH,
+        fontsize=9.5,
+    )
+    by_rows.set_xscale("log")
+    by_rows.set_ylim(bottom=0)
+    memory.set_title("megabytes", loc="left", fontsize=TEXT, fontweight="bold", color=INK)
+    bars(
+        memory,
+        ["layers", "their state", "table", "its state", "AdamW's"],
+        [each / 1e6 for each in (layers, layers_state, table, table_state, 2 * table)],
+        ".1f",
+        faint=1,
+    )
+    for axes in (by_tokens, by_seconds, by_rows, memory):
+        axes.set_facecolor("white")
+        axes.tick_params(colors=INK if axes is memory else FAINT, length=0, labelsize=9.5)
+        axes.minorticks_off()
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+        if axes is not memory:
+            axes.grid(color=GRID, linewidth=0.8)
+    save(figure, GALLERY / "ngram-memory.svg")
+
+
 def main() -> None:
     """Draw all of them."""
     draw_accelerate()
@@ -198,6 +253,7 @@ def main() -> None:
     draw_knowledge_graph()
     draw_lightning()
     draw_new_tokens()
+    draw_ngram_memory()
     draw_node2vec()
     draw_recommender()
 

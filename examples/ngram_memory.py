@@ -7,7 +7,7 @@ are trained by AdamW, the table by row-wise Adam without a first moment, which k
 row: one optimizer, made in one line by ``optimizer_for``.
 
 Prints the loss against tokens and time, the step time against the rows of the table, and the
-memory. ``--svg FILE`` draws them.
+memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
@@ -140,7 +139,7 @@ def train(rows: int, steps: int, learned: Tensor, held_out: Tensor) -> list[Poin
     return points
 
 
-def step_time(rows: int, learned: Tensor, steps: int = 12) -> float:
+def step_time(rows: int, learned: Tensor, steps: int = 44) -> float:
     """The median time of a training step, in milliseconds."""
     model = GPT(rows)
     optimizer = optimizer_of(model)
@@ -159,40 +158,12 @@ def tokens_until(points: list[Point], loss: float) -> Point | None:
     return next((point for point in points if point.loss <= loss), None)
 
 
-def draw(file: Path, charts: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
-    """A picture of line charts, one beside the other."""
-    colors = ("#888888", "#1f77b4")
-    parts: list[str] = []
-    for number, (title, lines) in enumerate(charts.items()):
-        left, bottom = 50 + 330 * number, 230
-        xs = [x for line in lines.values() for x, _ in line]
-        ys = [y for line in lines.values() for _, y in line]
-        low, high, most = min(*ys, 0.95 * min(ys)), max(ys), max(xs)
-        parts.append(f'<text x="{left}" y="20" font-weight="bold">{title}</text>')
-        for place, (name, line) in enumerate(lines.items()):
-            points = " ".join(
-                f"{left + 260 * x / most:.0f},{bottom - 190 * (y - low) / (high - low):.0f}"
-                for x, y in line
-            )
-            style = f'fill="none" stroke="{colors[place % 2]}" stroke-width="2"'
-            parts.append(f'<polyline points="{points}" {style}/>')
-            at = f'x="{left + 150}" y="{45 + 18 * place}" fill="{colors[place % 2]}"'
-            parts.append(f"<text {at}>{name}</text>")
-        parts.append(f'<path d="M{left} 40V{bottom}h260" fill="none" stroke="#888888"/>')
-        for label, x, y in ((f"{high:.3g}", left - 45, 45), (f"{low:.3g}", left - 45, bottom)):
-            parts.append(f'<text x="{x}" y="{y}" fill="#888888">{label}</text>')
-        parts.append(f'<text x="{left + 200}" y="{bottom + 20}" fill="#888888">{most:,.4g}</text>')
-    size = f'viewBox="0 0 {330 * len(charts) + 20} 260" font-family="sans-serif" font-size="13"'
-    file.write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>\n')
-
-
 def main() -> int:
     """Train both, and compare; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--svg", type=Path)
     options = parser.parse_args()
     learned, held_out = load()
     print(f"{len(learned):,} bytes to learn, {len(held_out):,} held out")
@@ -220,16 +191,6 @@ def main() -> int:
     times = {rows: step_time(rows, learned) for rows in (0, *options.sizes)}
     for rows, milliseconds in times.items():
         print(f"{rows:11,} rows: {milliseconds:.1f} ms a step")
-    if options.svg:
-        both = {"without": plain, "with memory": with_memory}
-        draw(
-            options.svg,
-            {
-                "loss by tokens": {n: [(p.tokens, p.loss) for p in v] for n, v in both.items()},
-                "loss by seconds": {n: [(p.seconds, p.loss) for p in v] for n, v in both.items()},
-                "ms a step by rows": {"": list(times.items())},
-            },
-        )
     return 0 if with_memory[-1].loss < plain[-1].loss else 1
 
 

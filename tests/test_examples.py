@@ -280,15 +280,12 @@ def test_patterns_that_change_learn_more_than_a_fixed_one(
     assert rigl < 0.2 * fixed
 
 
-def test_a_memory_of_ngrams_learns_what_is_not_in_its_text(run: Run, tmp_path: Path):
-    picture = tmp_path / "memory.svg"
-    options = ["--steps", "16", "--rows", "5000", "--sizes", "1000", "--svg", str(picture)]
-    printed = run("ngram_memory.py", *options)
+def test_a_memory_of_ngrams_learns_what_is_not_in_its_text(run: Run):
+    printed = run("ngram_memory.py", "--steps", "16", "--rows", "5000", "--sizes", "1000")
     lines = re.findall(r"^ +([\d,]+) +(\d\.\d+) +[\d.]+ s +(\d\.\d+) +[\d.]+ s$", printed, re.M)
     assert len(lines) == 9
     assert lines[0][1] == lines[0][2]  # both start the same
     assert float(lines[-1][2]) < float(lines[-1][1]) < float(lines[0][1])
-    assert picture.read_text().count("<polyline") == 5
     learned, held_out = (bytes(part.tolist()) for part in loaded("ngram_memory").load())
     known = {learned[at : at + 80] for at in range(len(learned) - 80)}
     windows = [held_out[at : at + 80] for at in range(len(held_out) - 80)]

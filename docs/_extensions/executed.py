@@ -1,9 +1,10 @@
 """Examples on the site, with what they print: ``{executed} one_optimizer.py --steps 60``.
 
 The example is run when its page is read, which is when the page or the example has changed. With
-``:recorded:`` it is not: what it prints is in ``docs/gallery/recorded``, since it needs packages
-that the site is built without; ``make integrations`` compares the two. A link downloads the program
-and its output as a notebook, which is part of the page.
+``:recorded:`` it is not: what it prints is in ``docs/gallery/recorded``, since it takes minutes or
+needs packages that the site is built without; ``make integrations`` or ``make board`` wrote it. A
+link downloads the program and its output as a notebook, which is part of the page. With
+``:notebook: --quick``, the notebook of a recorded example is executed with these options.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sphinx.util.docutils import SphinxDirective
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RECORDED = ROOT / "docs" / "gallery" / "recorded"
+DATA = os.path.join(sys.prefix, "board")  # packages that carry data, of `make board`
 # As a terminal of this width shows it; one thread, so that others are not disturbed.
 ENVIRONMENT = {"COLUMNS": "90", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
 
@@ -35,7 +37,10 @@ class Executed(SphinxDirective):
 
     required_arguments = 1
     final_argument_whitespace = True
-    option_spec = {"recorded": directives.flag}  # noqa: RUF012
+    option_spec = {  # noqa: RUF012
+        "recorded": directives.flag,
+        "notebook": directives.unchanged_required,
+    }
 
     def run(self) -> list[nodes.Node]:
         """Three blocks: command and output, then the source."""
@@ -49,18 +54,22 @@ class Executed(SphinxDirective):
             printed = path.read_text()
         else:
             printed = self.printed(source, options)
+        executed = printed
+        if "notebook" in self.options:
+            options = shlex.split(self.options["notebook"])
+            executed = self.printed(source, options, PYTHONPATH=DATA)
         return [
             block(f"$ {command}\n{printed.rstrip()}", "console"),
             nodes.rubric("", "The program"),
             block(source.read_text(), "python"),
-            download(f"{source.stem}.ipynb", notebook([name, *options], printed)),
+            download(f"{source.stem}.ipynb", notebook([name, *options], executed)),
         ]
 
-    def printed(self, source: Path, options: list[str]) -> str:
+    def printed(self, source: Path, options: list[str], **environment: str) -> str:
         """What the example prints; an error of the build if it fails."""
         done = subprocess.run(
             [sys.executable, str(source), *options],
-            env={**os.environ, **ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **environment},
             capture_output=True,
             text=True,
             check=False,
