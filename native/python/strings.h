@@ -13,32 +13,53 @@
 namespace sparsestep {
 namespace {
 
-void write_ids(const std::vector<Bytes>& strings, nb::handle ids, int threads) {
-    const int64_t count = int64_t(strings.size());
-    if (numel(ids) != count) throw nb::value_error("sparsestep: no such ids");
-    int64_t* const to = const_cast<int64_t*>(integers(ids));
-    nb::gil_scoped_release release;
-    hash_strings(strings.data(), count, to, threads);
-}
-
-// Writes the id of each; the index of the first that is no string or has no UTF-8 form, else -1.
-int64_t run_hash_strings(nb::tuple strings, nb::object ids, int threads) {
-    std::vector<Bytes> found;
-    found.reserve(nb::len(strings));
-    for (nb::handle each : strings) {
+// The id of each of some strings of a list or a tuple; the index of the first that is no string or
+// has no UTF-8 form, else -1. Holds the GIL, so that no string is freed.
+int64_t hash_some(PyObject* strings, int64_t first, std::vector<Bytes>& found, int64_t* ids,
+                  int threads) {
+    const auto item = PyList_Check(strings) ? &PyList_GetItem : &PyTuple_GetItem;  // borrowed
+    constexpr int64_t ahead = 32;
+    const int64_t count = int64_t(found.size());
+    for (int64_t i = 0; i < count; ++i) {
+        if (i + ahead < count) {
+            const auto* const next =
+                reinterpret_cast<const char*>(item(strings, first + i + ahead));
+            __builtin_prefetch(next);
+            __builtin_prefetch(next + 64);
+        }
+        PyObject* const each = item(strings, first + i);
         Py_ssize_t size = 0;
         const char* text = nullptr;
-        if (PyUnicode_Check(each.ptr())) text = PyUnicode_AsUTF8AndSize(each.ptr(), &size);
+        if (PyUnicode_Check(each)) text = PyUnicode_AsUTF8AndSize(each, &size);
         if (!text) {
             if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
                 throw nb::python_error();
             }
             PyErr_Clear();
-            return int64_t(found.size());
+            return first + i;
         }
-        found.push_back({text, size_t(size)});
+        found[size_t(i)] = {text, size_t(size)};
     }
-    write_ids(found, ids, threads);
+    hash_strings(found.data(), count, ids + first, threads);
+    return -1;
+}
+
+// The same for all strings of a list or a tuple. Between parts, other threads may run.
+int64_t run_hash_strings(nb::object strings, nb::object ids, int threads) {
+    PyObject* const given = strings.ptr();
+    if (!PyList_Check(given) && !PyTuple_Check(given)) throw nb::type_error("a list or a tuple");
+    const int64_t count = numel(ids), part = 1 << 16;
+    int64_t* const to = const_cast<int64_t*>(integers(ids));
+    std::vector<Bytes> found;
+    for (int64_t first = 0; first < count; first += part) {
+        found.resize(size_t(std::min(part, count - first)));
+        if (int64_t(PySequence_Size(given)) != count) {
+            throw nb::value_error("hash_strings: the list has changed while it was read");
+        }
+        const int64_t bad = hash_some(given, first, found, to, threads);
+        if (bad >= 0) return bad;
+        nb::gil_scoped_release release;
+    }
     return -1;
 }
 
@@ -87,7 +108,9 @@ int64_t hash_arrow(const BufferView& offsets, const BufferView& data, int64_t fi
         found[size_t(i)] = {data.data() + ends[0], size_t(ends[1] - ends[0])};
         if (!is_utf8(found[size_t(i)])) return i;
     }
-    write_ids(found, ids, threads);
+    int64_t* const to = const_cast<int64_t*>(integers(ids));
+    nb::gil_scoped_release release;
+    hash_strings(found.data(), count, to, threads);
     return -1;
 }
 

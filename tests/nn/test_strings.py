@@ -64,7 +64,7 @@ def test_strings_have_the_same_id_everywhere(has_core: bool, monkeypatch: pytest
     for given in (TEXTS, iter(TEXTS), tuple(TEXTS), arrays[0], chunks, large, view):
         assert hash_strings(given).tolist() == ids
     assert hash_strings([]).tolist() == hash_strings(ArrowArray([])).tolist() == []
-    many = [f"user-{n}" for n in range(10_001)]  # more than one thread's share
+    many = [f"user-{n}" for n in range(70_001)]  # more than one part, and than one thread's share
     assert hash_strings(many).tolist() == list(map(expected, many))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -45,7 +45,7 @@ def hash_strings(strings: Iterable[str]) -> Tensor:
     _check_iterable(given)
     if hasattr(given, "to_pylist"):  # of Arrow
         return _hash_arrow(given)
-    return _hash_tuple(tuple(listed(given)))
+    return _hash_sequence(given if type(given) in (list, tuple) else listed(given))
 
 
 def _check_iterable(given: Any) -> None:
@@ -64,7 +64,7 @@ def listed(strings: Any) -> list[Any]:
     return list(strings)
 
 
-def _hash_tuple(strings: tuple[Any, ...], first: int = 0) -> Tensor:
+def _hash_sequence(strings: Sequence[Any], first: int = 0) -> Tensor:
     ids = torch.empty(len(strings), dtype=torch.int64)
     if ext is None or ext.hash_strings(strings, ids, torch.get_num_threads()) >= 0:
         found = [_hash_string(each, index) for index, each in enumerate(strings, first)]
@@ -93,7 +93,7 @@ def _hash_arrow(array: Any, first: int = 0) -> Tensor:
         return cat([torch.empty(0, dtype=torch.int64), *map(_hash_arrow, array.chunks, ends)])
     kind = str(array.type)
     if ext is None or kind not in _ARROW_TYPES or array.null_count or not len(array):
-        return _hash_tuple(tuple(array.to_pylist()), first)
+        return _hash_sequence(array.to_pylist(), first)
     _, offsets, text = array.buffers()
     ids = torch.empty(len(array), dtype=torch.int64)
     is_large, text = kind == "large_string", b"" if text is None else text
