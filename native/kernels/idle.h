@@ -75,8 +75,8 @@ protected:
     }
     bool has_total() const { return job_.sums[missed_.now] != job_.sums[missed_.since]; }
 
-    // The sum of move(size, step) over the steps missed, one by one, as far as they matter. The
-    // size is that of the step times what is left of the buffer by then.
+    // The sum of move(size, step) over the missed steps, one by one, within the horizon. The size
+    // is that of the step times the decay of the buffer up to it.
     template <class Move>
     double replay(Move move) const {
         const int64_t most = missed_.since + job_.horizon;

@@ -254,8 +254,8 @@ bool has_same_values(nb::handle dict, nb::handle values) {
 // A step count: a Python number, or the one element of a tensor. Owns what it points to.
 struct StepCount {
     nb::object state;   // the dict that holds it
-    nb::object tensor;  // the count itself, where it is a tensor
-    nb::object next;    // what replaces it, where it is a number
+    nb::object tensor;  // the count itself, if it is a tensor
+    nb::object next;    // the number that replaces it, otherwise
     int64_t value = 0;
     void* data = nullptr;
     Dtype dtype = Dtype::float32;

@@ -344,7 +344,7 @@ class DeferredRows:
             return
         warn_once(
             StaleWarning,
-            "a parameter was modified while some of its rows were behind (semantics='dense'), by "
+            "a parameter was modified while updates of some rows were deferred (semantics='dense'), by "
             "another optimizer or by your own code, so the new values come from outdated ones. "
             "Call optimizer.catch_up() first, or optimizer.track(model, guard=True) once.",
         )
@@ -365,7 +365,7 @@ class DeferredRows:
         required = [shape[:1] if spec.per_row else shape for spec in self.rule.state]
         if shape[0] != self.num_rows or [tensor.shape for tensor in state] != required:
             requirement = (
-                f"a parameter with rows that are behind must keep its shape, {self.num_rows} rows"
+                f"a parameter with deferred rows must keep its shape, {self.num_rows} rows"
             )
             got = f"{tuple(shape)} with state {[tuple(t.shape) for t in state]}"
             raise InputError(message(requirement, got, "Create a new optimizer for it"))
@@ -498,7 +498,7 @@ class StepCatchUp:
         update, indices = pending.update, pending.indices
         idle, is_known = update.settings.rule.idle_update, id(update.key) in self._deferred
         if indices is None and not is_known and idle is not None and not idle.recomputes:
-            return 0  # as long as gradients are dense, no row is ever behind
+            return 0  # as long as gradients are dense, no row is deferred
         try:
             deferred, stale = self._rows_for(pending)
             self._prepared.append(deferred)

@@ -98,8 +98,8 @@ def recreated_from(optimizer_class: Any, params: Any, given: Mapping[str, Any]) 
     """The tracked optimizer that a constructor call creates again, or ``None``.
 
     Some frameworks do so before the first step: ``type(optimizer)(params, **options)``, with all
-    options of a param group, or with ``optimizer.defaults``. A call by hand leaves options out, has
-    values of its own, or sets ``semantics``, and gets what it asks for.
+    options of a param group, or with ``optimizer.defaults``. A call that omits or changes an
+    option, or passes ``semantics``, creates another optimizer.
     """
     if not _handles or not isinstance(params, list) or not all(map(torch.is_tensor, params)):
         return None
@@ -275,7 +275,7 @@ class Tracking:
         if hasattr(type(module), "rows_read"):
             reads = module.rows_read(*args, **kwargs)
         elif torch.compiler.is_compiling() and not is_exporting() and not module.sparse:
-            _keep_current(module)  # torch's own, whose rows are rarely behind
+            _keep_current(module)  # torch's own, whose rows are rarely deferred
             return
         else:
             reads = [(module.weight, args[0] if args else kwargs.get("input"))]
@@ -379,7 +379,7 @@ def _check_model(optimizer: Any, model: Any, known: set[int]) -> None:
         requirement = f"{who}: track needs a model, an nn.Module"
         raise InputError(message(requirement, type(model).__name__))
     if optimizer.semantics != "dense":
-        requirement = f"{who}: track needs semantics='dense': otherwise no row is ever behind"
+        requirement = f"{who}: track needs semantics='dense': otherwise no update is deferred"
         remedy = "Remove the call, or create the optimizer with semantics='dense'"
         raise InputError(message(requirement, f"semantics={optimizer.semantics!r}", remedy))
     if not any(id(param) in known for param in model.parameters()):

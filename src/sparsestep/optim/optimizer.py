@@ -1071,8 +1071,8 @@ class RuleOptimizer(_Base):
                 shape = tuple(memory_of(param).shape if is_lazy(param) else param.shape)
                 size = state_bytes(self.state.get(param))
                 deferred = self._deferred_rows(param)
-                behind = 0 if deferred is None else deferred.num_deferred()
-                found.append(ParamExplanation(name, shape, engine, reason, size, behind))
+                rows = 0 if deferred is None else deferred.num_deferred()
+                found.append(ParamExplanation(name, shape, engine, reason, size, rows))
         return Explanation(tuple(found))
 
     def metrics(self) -> dict[str, int]:
