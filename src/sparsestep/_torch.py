@@ -219,8 +219,7 @@ make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
 
 def post_accumulate_grad_hooks(param: Tensor) -> Mapping[int, Any] | None:
     """The hooks that run when the gradient of a parameter has been accumulated."""
-    hooks: Mapping[int, Any] | None = param._post_accumulate_grad_hooks
-    return hooks
+    return param._post_accumulate_grad_hooks
 
 
 def is_in_ddp_forward() -> bool:
@@ -287,8 +286,7 @@ def group_timeout(group: Any) -> timedelta | None:
     devices = getattr(group, "_device_types", ())
     for device in sorted(devices, key=lambda each: each.type != "cpu"):  # prefer the CPU's
         with suppress(AttributeError, RuntimeError):
-            found: timedelta = group._get_backend(device).options._timeout
-            return found
+            return group._get_backend(device).options._timeout
     return None
 
 

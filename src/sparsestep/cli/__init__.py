@@ -77,8 +77,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if "run" not in options:
             parser.print_help()
             return 0
-        code: int = options.run(options)
-        return code
+        return options.run(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED

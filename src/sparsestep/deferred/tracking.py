@@ -192,8 +192,7 @@ class ModuleHooks:
         if not mode:
             self.catch_up()
         train = self._others.get("train", functools.partial(type(module).train, module))
-        result: nn.Module = train(mode)
-        return result
+        return train(mode)
 
     def _state(self) -> Any:
         """The state to pickle or copy: current, and without the hooks."""
@@ -531,8 +530,7 @@ class GuardedView(_GuardedMixin, Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = copy.deepcopy(self._current(), memo)
-        found: Tensor = memo[id(self)]
-        return found
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._current().__reduce_ex__(protocol)
@@ -544,8 +542,7 @@ class GuardedParameter(_GuardedMixin, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.clone().detach(), self.requires_grad)
-        found: nn.Parameter = memo[id(self)]
-        return found
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._catch_up()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from sparsestep.memory.tensors import has_even_rows, lie_alike
 from sparsestep.rules import int8
 from sparsestep.rules.trace import Program, TraceError, trace
 
+# Of the extension.
+NativeGroup: TypeAlias = Any
+NativeProgram: TypeAlias = Any
+
 if TYPE_CHECKING:
-    from sparsestep._C import _NativeGroup as NativeGroup
-    from sparsestep._C import _Program as NativeProgram
     from sparsestep.grads.masks import CachedMask, PackedMask, SelectedSlots
 
     # A group when it was read: its values, the core's view of it, and its masks, if it has any.
@@ -137,7 +139,6 @@ def _retrace(
 
 
 def _trace_group(settings: GroupSettings, step: int) -> TracedGroup:
-    assert ext is not None
     rule = settings.rule
     program = trace(rule, step, settings.hyperparams)
     group = ext.NativeGroup(
@@ -155,7 +156,6 @@ def _trace_group(settings: GroupSettings, step: int) -> TracedGroup:
 
 
 def _lower_cached(program: Program) -> NativeProgram:
-    assert ext is not None
     structure = program.structure
     known = _lowered.get(structure)
     if known is None:
@@ -170,7 +170,6 @@ class NativeEngine:
     """The updates of one step that the core runs, all at once."""
 
     def __init__(self) -> None:
-        assert ext is not None
         self._jobs = ext.NativeStep(isa.index)
         self.traces: StepTraces = StepTraces()
         # Applies the updates, and advances the step counts of ``claim_standard``.
@@ -283,7 +282,7 @@ def native_group(settings: GroupSettings) -> NativeGroup | None:
     kernel = _RULES.get(rule.name)
     if ext is None or kernel is None or not rule.has_native_kernel:
         return None
-    found: NativeGroup | None = settings.core.get("group")
+    found = settings.core.get("group")
     if found is None:
         found = settings.core["group"] = ext.NativeGroup(
             kernel[0],
@@ -311,7 +310,6 @@ def apply_standard(
     step: int | Tensor,
 ) -> bool:
     """Update one parameter in one call of the core; false, and unchanged, if it declines."""
-    assert ext is not None
     return ext.apply_standard(isa.index, group, param, grad, state, step, torch.get_num_threads())
 
 
@@ -337,7 +335,6 @@ def replay_step(
     Gradients passed by hand are those of parameters of the first group, from ``first`` on. Returns
     false, and nothing has changed, if the core declines: options or kinds of gradients differ.
     """
-    assert ext is not None
     cached_groups, _, traced, unused_traces = cached
     if traced and len(groups) != len(cached_groups):
         return False

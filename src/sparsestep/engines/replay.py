@@ -204,8 +204,7 @@ class Replay:
 
 @functools.lru_cache(maxsize=1024)
 def _function(source: str) -> Callable[[list[Any]], Any]:
-    found: Callable[[list[Any]], Any] = eval(f"lambda e: {source}")
-    return found
+    return eval(f"lambda e: {source}")
 
 
 def _shared_buffers(recording: Recording, kinds: list[Any]) -> dict[int, int]:

@@ -84,8 +84,7 @@ class SavedByRow(Tensor):
             rows = rows_in_use(state)
             copied[rows] = state[rows]
             memo[id(self)] = saved_by_row(copied)
-        found: Tensor = memo[id(self)]
-        return found
+        return memo[id(self)]
 
 
 def saved_by_row(state: Tensor) -> Tensor:

@@ -266,8 +266,7 @@ class RuleOptimizer(_Base):
         """Return the group that contains ``param``; raise if there is none."""
         for group in self.param_groups:
             if any(param is each for each in group["params"]):
-                found: dict[str, Any] = group
-                return found
+                return group
         requirement = "the parameter must be one of this optimizer's"
         got = states.describe_other(param)
         raise InputError(message(requirement, got))
@@ -393,8 +392,7 @@ class RuleOptimizer(_Base):
             The loss, if you pass a closure.
         """
         if torch.compiler.is_compiling():  # the step stays outside graphs
-            result: float | None = _uncompiled_step(self, closure)
-            return result
+            return _uncompiled_step(self, closure)
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks

@@ -199,8 +199,7 @@ def _check_step(saved: Mapping[str, Any]) -> None:
 def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any] | None:
     """Return the state of a parameter in its shape: if it is packed, a copy."""
     if param not in optimizer.store.layouts:
-        found: dict[str, Any] | None = optimizer.state.get(param)
-        return found
+        return optimizer.state.get(param)
     group = optimizer.group_of(param)
     optimizer.check_group(group)
     rule, param_state, packed = optimizer.stored_state(param)
