@@ -11,7 +11,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -245,17 +245,18 @@ def catch_up_native(
     history: StepHistory,
     rule: Rule,
     last: Tensor,
+    initial: int,
     param: Tensor,
     state: list[Tensor],
     rows: Tensor | None,
 ) -> int | None:
-    """Catch up rows, or all, in the core; ``last`` has the last step of each row.
+    """Catch up rows, or all, in the core; ``last ^ initial`` is the last step of each row.
 
     Parameter and state are real tensors. Returns the number of rows whose parameter was not
     current; ``None`` if the core declines and nothing has changed.
     """
     if torch.compiler.is_compiling():  # the core stays outside graphs
-        return cast("int | None", _uncompiled(history, rule, last, param, state, rows))
+        return _uncompiled(history, rule, last, initial, param, state, rows)
     idle = history.idle_update
     if ext is None or not param.is_cpu or idle.native not in _IDLE_UPDATES:
         return None
@@ -267,6 +268,7 @@ def catch_up_native(
         tuple(state),
         None if rows is None else rows.contiguous(),
         last,
+        initial,
         history.now,
         history.base,
         history.max_error(param.dtype),
@@ -290,20 +292,18 @@ def catch_up_reference(
     history: StepHistory,
     rule: Rule,
     last: Tensor,
+    initial: int,
     param: Tensor,
     state: list[Tensor],
     rows: Tensor | None,
 ) -> int:
-    """Catch up in torch operations, in float64; arguments and result as ``catch_up_native``.
-
-    A row's steps are looked up on the CPU, then moved to the parameter's device.
-    """
+    """Catch up in torch operations, in float64; arguments and result as ``catch_up_native``."""
     rows = torch.arange(len(last), device="cpu") if rows is None else rows.cpu().unique()
-    old = last[rows].long()
+    old = last[rows].long() ^ initial
     had_gradient = old >= 0
     since = torch.where(had_gradient, old, ~old) - history.base
     now = torch.where(had_gradient, history.now, ~history.now).to(torch.int32)
-    set_last_step = partial(last.index_put_, (rows,), now)
+    set_last_step = partial(last.index_put_, (rows,), now ^ initial)
     deferred = since < history.steps
     rows, since, had_gradient = rows[deferred], since[deferred], had_gradient[deferred]
     if not rows.numel() or not param.numel():
