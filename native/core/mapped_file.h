@@ -31,7 +31,7 @@ struct PageRun {
     int64_t first, pages;
 };
 
-// The pages of these rows that the map does not know, in order, neighbours together.
+// Runs of adjacent pages with these rows that the map does not have, in order.
 inline std::vector<PageRun> unknown_pages(const FileRows& of, const uint8_t* known) {
     constexpr int64_t ahead = 32;  // the map of a large table is in no cache
     const int shift = __builtin_ctzll(uint64_t(of.page_bytes));

@@ -78,7 +78,7 @@ private:
     bool is_valid_ = true;
 };
 
-// Whether messages of these sizes fit a buffer; those of `own` are not in it (-1: all are).
+// Whether messages of these sizes fit a buffer without the message of `own` (-1: with all).
 inline bool fits_buffer(const SectionSizes& sizes, const int64_t* begins, int64_t own,
                         int64_t bytes) {
     for (int64_t p = 0; p < sizes.world; ++p) {
