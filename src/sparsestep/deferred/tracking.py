@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsestep._torch import (
+    METADATA,
     assume_constant_result,
     hook_averaged_models,
     is_exporting,
@@ -406,18 +407,9 @@ def _methods(*names: str) -> set[Any]:
     return {getattr(Tensor, name) for name in names if hasattr(Tensor, name)}
 
 
-def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
-
-
 # Metadata: never reads the data.
 _METADATA = (
-    _getters("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn")
-    | _getters("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_xla")
-    | _getters("is_mps", "is_xpu", "is_hpu", "is_mkldnn", "is_sparse_csr", "is_ort", "is_vulkan")
-    | _getters("ndim", "itemsize", "nbytes", "names", "_version", "output_nr", "retains_grad")
-    | _getters("_base", "_grad", "_has_symbolic_sizes_strides")
-    | _getters("_backward_hooks", "_post_accumulate_grad_hooks")
+    {each.__get__ for each in METADATA.values()}
     | _methods("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset")
     | _methods("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_conj")
     | _methods("is_neg", "is_signed", "is_shared", "is_pinned", "is_set_to", "is_coalesced")
@@ -432,7 +424,7 @@ _METADATA = (
 )
 # Always views. Others may copy, and count as reads.
 _VIEWS = (
-    _getters("data", "T", "mT", "H", "mH")
+    {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH")}
     | _methods("detach", "view", "view_as", "t", "transpose", "permute", "unsqueeze", "squeeze")
     | _methods("as_subclass", "swapaxes", "swapdims", "movedim")
     | {torch.t, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.detach}
