@@ -318,10 +318,7 @@ class RuleOptimizer(_Base):
         param: Tensor | None = None,
         param_state: Mapping[str, Any] | None = None,
     ) -> Rule:
-        """Return the rule of a group, or of a parameter with this state, as ``stored_rules_for``.
-
-        Without a state, a parameter has the rule of sparse gradients.
-        """
+        """Return the rule of a group, or of a parameter with this state, as it is stored."""
         rule, elementwise = cls.stored_rules_for(group, param)
         if elementwise is None or param is None or not param_state:
             return rule
@@ -671,8 +668,8 @@ class RuleOptimizer(_Base):
 
     def _complete_on_demand(self) -> None:
         """Have torch's checkpoints find state for every parameter."""
-        if not isinstance(self.state, states.Records):
-            self.state = states.Records(self.state, self.complete_state)
+        if not isinstance(self.state, states.OptimizerState):
+            self.state = states.OptimizerState(self.state, self.complete_state)
 
     def complete_state(self) -> None:
         """Create missing state of parameters that require a gradient, for a checkpoint."""
@@ -918,10 +915,7 @@ class RuleOptimizer(_Base):
         new: Tensor | None,
         values: list[float],
     ) -> list[Callable[[], object]]:
-        """Copy state from one layout to another; what only one mask selects starts over.
-
-        New entries start from ``values``.
-        """
+        """Copy state to another layout; new entries start from ``values``, dropped ones afresh."""
         memory = memory_of(param)
         tensors, defaults = self._resettable_state(param)
         if not tensors:
@@ -990,11 +984,7 @@ class RuleOptimizer(_Base):
             writes.add(tensor, rows, found.contiguous())
 
     def prepare_grow(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
-        """Create the state of a parameter for more rows, of which the first ``keep`` keep theirs.
-
-        Returns:
-            The commit, to be called once the parameter has grown. It cannot fail.
-        """
+        """Create state for more rows; the first ``keep`` keep theirs. The result commits."""
         group = self.group_of(param)
         if _mask_of(group, param) is not None:
             requirement = (
