@@ -102,10 +102,7 @@ def _gather_rows(grad: IndexedGrad, entries: Tensor) -> Tensor:
 
 
 def sum_duplicates(grad: IndexedGrad) -> tuple[Tensor | None, Tensor]:
-    """Return the unique slots in ascending order and the sum of the values of each.
-
-    Without indices, every slot comes once: ``None``, and the values.
-    """
+    """Return the unique slots, ascending, and the sum of each; ``None`` for every slot once."""
     if grad.indices is None:
         return None, grad.values.reshape(grad.num_slots, grad.slot_size)
     indices = grad.flat_indices

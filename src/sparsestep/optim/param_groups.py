@@ -94,10 +94,7 @@ class ParamGroups:
         return plan
 
     def updated_plan(self, optimizer: RuleOptimizer, plan: CachedPlan) -> CachedPlan | None:
-        """The plan under the present learning rates; ``None`` if any other option has changed.
-
-        A scheduler sets them, often before every step.
-        """
+        """The plan under the present learning rates; ``None`` if any other option has changed."""
         groups = optimizer.param_groups
         if plan.traced or len(groups) != len(plan.cached_groups):
             return None

@@ -276,11 +276,7 @@ class IdleForm(NamedTuple):
 
 
 def _analyze(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleForm:
-    """Derive the form of a rule's step without a gradient.
-
-    Raises:
-        NoClosedFormError: no class of idle updates matches.
-    """
+    """Derive the form of a rule's step without a gradient, or raise NoClosedFormError."""
     param, *state = _evaluate(rule, step, hyperparams)
     decays: dict[str, float] = {}
     for place, (value, spec) in enumerate(zip(state, rule.state, strict=True), start=2):
