@@ -86,7 +86,7 @@ def _evaluate(
 ) -> list[SymbolicValue]:
     """Evaluate a rule for a gradient of zero; ``start`` has values of inputs, by place."""
     if rule.traceable_update is None:
-        raise NoClosedFormError("compile leaves nothing to record")
+        raise NoClosedFormError("compile leaves nothing to trace")
     known = {1: 0.0, **(start or {})}
     try:
         program = trace(rule, step, hyperparams)
