@@ -68,8 +68,8 @@ class DeferredRows:
         self._movable_mask: tuple[Tensor, Tensor] | None = None
         self._mask: tuple[Tensor, int | None] | None = None  # and its version
         # Int32, on the CPU, xored with the initial value: zeros take no memory before first use.
-        self._steps = lazy.zeros(torch.Size([num_rows]), torch.int32, torch.device("cpu"))
-        self._initial_step = ~done if new else done
+        self.stored_steps = lazy.zeros(torch.Size([num_rows]), torch.int32, torch.device("cpu"))
+        self.initial_step = ~done if new else done
         self._min_step = done  # the step that every row has reached
         self._sweep_position: tuple[int, int] | None = None  # next row, steps when it began
         self._version: tuple[int, int] | None = None  # of the parameter after our latest write
@@ -83,7 +83,7 @@ class DeferredRows:
 
         ``~step`` for a row that has never had a gradient: it has missed no momentum.
         """
-        return self._steps ^ self._initial_step
+        return self.stored_steps ^ self.initial_step
 
     @property
     def has_deferred(self) -> bool:
@@ -200,7 +200,7 @@ class DeferredRows:
             or self._version != _write_version(param)
         ):
             return None
-        last_steps = param, self._steps, self._initial_step, history.now
+        last_steps = param, self.stored_steps, self.initial_step, history.now
         return last_steps, self.prepare_commit(settings, param)
 
     def catch_up(
@@ -216,12 +216,11 @@ class DeferredRows:
         in_step, self.in_step = self.in_step, True
         self._version = None  # in case an exception comes between the write and the new version
         try:
-            missed = self.history, self.rule, self._steps, self._initial_step
             stale = None
             if engine != "reference":
-                stale = catch_up_native(*missed, param, state, rows)
+                stale = catch_up_native(self, param, state, rows)
             if stale is None:
-                stale = catch_up_reference(*missed, param, state, rows)
+                stale = catch_up_reference(self, param, state, rows)
             self._version = _write_version(param)
             if mapped_files:
                 written([param])
@@ -240,8 +239,8 @@ class DeferredRows:
             rows = self._rows_to_catch_up(param)
             stale = self.catch_up(param, state, rows, engine=engine)
             if rows is not None or not param.numel():  # the other rows do not move
-                steps = torch.where(self.never_updated, ~now, now) ^ self._initial_step
-                finish((partial(self._steps.copy_, steps),))
+                steps = torch.where(self.never_updated, ~now, now) ^ self.initial_step
+                finish((partial(self.stored_steps.copy_, steps),))
         self.history.clear()
         self._min_step = now
         return stale
@@ -269,10 +268,10 @@ class DeferredRows:
         device = param.device if self.movable_rows is None else self.movable_rows.device
         rows = self.movable(torch.arange(row, end, device=device))
         self.catch_up(param, state, rows, engine=engine)
-        some, now = self._steps[row:end], self.history.now
-        was_never = (some ^ self._initial_step) < 0
+        some, now = self.stored_steps[row:end], self.history.now
+        was_never = (some ^ self.initial_step) < 0
         # Also of rows that may not move.
-        some.copy_(torch.where(was_never, ~now, now) ^ self._initial_step)
+        some.copy_(torch.where(was_never, ~now, now) ^ self.initial_step)
         self._sweep_position = end, began
         if end == self.num_rows:
             self.history.drop_oldest(began)
@@ -326,16 +325,16 @@ class DeferredRows:
         if rows is None:
             return partial(self._set_all_last_steps, step)
         rows = rows.reshape(-1).cpu().long()
-        return partial(self._steps.index_fill_, 0, rows, step ^ self._initial_step)
+        return partial(self.stored_steps.index_fill_, 0, rows, step ^ self.initial_step)
 
     def _set_all_last_steps(self, step: int) -> None:
-        self._steps.fill_(step ^ self._initial_step)
+        self.stored_steps.fill_(step ^ self.initial_step)
         self._min_step = step
 
     def with_settings(self, settings: GroupSettings) -> DeferredRows:
         """The same rows, all current, under another rule or other options."""
         rows = DeferredRows(settings, self.num_rows, self.history.now, new=False)
-        rows._steps, rows._initial_step = self._steps, self._initial_step
+        rows.stored_steps, rows.initial_step = self.stored_steps, self.initial_step
         rows.param = self.param
         return rows
 
@@ -347,8 +346,8 @@ class DeferredRows:
         return partial(
             vars(self).update,
             num_rows=num_rows,
-            _steps=torch.where(never_updated, ~now, now).int(),
-            _initial_step=0,
+            stored_steps=torch.where(never_updated, ~now, now).int(),
+            initial_step=0,
             _movable_mask=None,
             _sweep_position=None,
             _min_step=now,
@@ -356,8 +355,8 @@ class DeferredRows:
 
     def prepare_reset(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The write that resets rows (int64 on the CPU): the tensor, the rows, their new value."""
-        value = ~self.history.now ^ self._initial_step
-        return self._steps, rows, torch.full((1,), value, dtype=torch.int32, device="cpu")
+        value = ~self.history.now ^ self.initial_step
+        return self.stored_steps, rows, torch.full((1,), value, dtype=torch.int32, device="cpu")
 
 
 def _write_version(param: Tensor) -> tuple[int, int]:
