@@ -7,11 +7,10 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer
 
-from sparsestep.engines.base import GroupSettings
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.optim.param_groups import ParamGroup, ParamGroups
+from sparsestep.optim.param_groups import ParamGroup
 
 
 def _by_group(name: str) -> Any:
@@ -46,10 +45,6 @@ class MixedOptimizer(RuleOptimizer, Optimizer):
         for each in optimizers:
             each.param_groups.clear()
         self.defaults = optimizers[0].defaults
-
-    def _init_members(self) -> None:
-        super()._init_members()
-        self.groups = _MixedGroups()
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RuleOptimizer:
         """Return the optimizer whose class a param group has."""
@@ -99,12 +94,3 @@ class MixedOptimizer(RuleOptimizer, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "optimizers": self.optimizers}
-
-
-class _MixedGroups(ParamGroups):
-    """Param groups that are read as the optimizer of their class reads them."""
-
-    @staticmethod
-    def read(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> GroupSettings:
-        assert isinstance(optimizer, MixedOptimizer)
-        return ParamGroups.read(optimizer.optimizer_of(group), group_index, group)

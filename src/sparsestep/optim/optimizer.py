@@ -271,6 +271,10 @@ class RuleOptimizer(_Base):
         got = states.describe_other(param)
         raise InputError(message(requirement, got))
 
+    def optimizer_of(self, group: Mapping[str, Any]) -> RuleOptimizer:
+        """Return the optimizer whose class a param group has; this one, unless it is mixed."""
+        return self
+
     def settings(self, group_index: int) -> GroupSettings:
         """Return the validated options of a param group, as engines see them."""
         return self.groups.settings(self, group_index, self.param_groups[group_index])

@@ -118,6 +118,7 @@ class ParamGroups:
     @staticmethod
     def read(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> GroupSettings:
         """Read a group without the cache; raises if its formula, kernel or semantics refuse it."""
+        optimizer = optimizer.optimizer_of(group)
         optimizer.check_group(group)
         rule, elementwise = optimizer.stored_rules_for(group)
         settings = _read_settings(optimizer, group_index, group, rule)
