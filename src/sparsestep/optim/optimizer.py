@@ -120,14 +120,7 @@ class RuleOptimizer(_Base):
 
     rule: ClassVar[Rule]
     """The rule, unless options select one: then override ``rule_for``."""
-    group_options: ClassVar[tuple[str, ...]] = (
-        "mask",
-        "state_dtype",
-        "max_norm",
-        "normalize",
-        "stochastic_rounding",
-        "rounding_seed",
-    )
+    group_options: ClassVar[tuple[str, ...]] = options.SHARED_GROUP_OPTIONS
     """Optional param-group keys; absent unless set, so checkpoints have exactly torch's keys."""
     no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NO_OP_VALUES
     """Options of other optimizers, with the values that have no effect."""
