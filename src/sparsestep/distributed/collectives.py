@@ -89,8 +89,7 @@ def new_group(backend: str | None = None, ranks: list[int] | None = None) -> Pro
     All ranks of the default group call it.
     """
     timeout = group_timeout(dist.group.WORLD)
-    group: ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
-    return group
+    return dist.new_group(ranks, timeout=timeout, backend=backend)
 
 
 # Messages
@@ -105,7 +104,6 @@ def pack(sections: Sections, sizes: Tensor, own: int, begins: Tensor, buffer: Te
     ``sizes`` has a row for each rank, ``begins`` where its message begins. A section is split among
     ranks as its column says; one that is as long as each of its sizes goes to every rank.
     """
-    assert ext is not None
     ext.pack_messages(sections, sizes, own, begins, buffer)
 
 
@@ -139,7 +137,6 @@ class Messages:
 
 def unpack(messages: Messages, sections: Sequence[Tensor]) -> None:
     """Copy the sections of all ranks out of their messages."""
-    assert ext is not None
     some: Sections = [each if each.numel() else None for each in sections]
     ext.unpack_messages(
         messages.buffer,
@@ -285,8 +282,7 @@ class Collectives:
         incoming = self.all_to_all_rows(outgoing)
         statuses, numbers = certain(lambda: incoming.t().tolist())
         raise_failure(statuses, error)
-        found: list[int] = numbers
-        return found
+        return numbers
 
     def all_to_all(
         self,
@@ -535,8 +531,7 @@ class HostCollectives(Collectives):
 
     def _by_host(self, sizes: Tensor) -> list[int]:
         totals = torch.zeros(self._num_hosts, dtype=torch.int64)
-        found: list[int] = totals.index_add_(0, self._host_of_other, sizes).tolist()
-        return found
+        return totals.index_add_(0, self._host_of_other, sizes).tolist()
 
     @staticmethod
     def _all_to_all(
@@ -565,6 +560,5 @@ def _gather(buffer: Tensor, begins: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _copy(source: Tensor, target: Tensor, sources: Tensor, targets: Tensor, sizes: Tensor) -> None:
-    assert ext is not None
     pieces = (each.contiguous() for each in (sources, targets, sizes))
     ext.copy_pieces(source, target, *pieces)

@@ -156,8 +156,7 @@ class ShardedGradSource(TableGroup):
         status.value = _bits(norm)
         values = self.handshake(status, None)["value"]
         norms = torch.tensor(values).view(torch.float64)
-        total: Tensor = torch.linalg.vector_norm(norms, order)
-        return total
+        return torch.linalg.vector_norm(norms, order)
 
 
 def _bits(value: Tensor) -> int:

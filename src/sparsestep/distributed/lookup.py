@@ -508,8 +508,7 @@ def _backward_through_module(output: Tensor, weight: Tensor, rows: Tensor) -> Se
     """The module's own gradient. The graph stays, for as long as more may come."""
     grad: Any
     (grad,) = torch.autograd.grad(output, weight, rows, retain_graph=True)
-    parts: Sequence[IndexedGrad] = grad.parts
-    return parts
+    return grad.parts
 
 
 # The owner's side: rows for ids of any value

@@ -152,8 +152,7 @@ def _prepare_key(vocabulary: Any) -> None:
 def rows_in_graph(vocabulary: Any, ids: Tensor) -> Tensor:
     """Look up the row of each id, as an operation."""
     _prepare_key(vocabulary)
-    found: Tensor = torch.ops.sparsestep.find_rows(vocabulary.graph_key, ids, _call_number())
-    return found
+    return torch.ops.sparsestep.find_rows(vocabulary.graph_key, ids, _call_number())
 
 
 @assume_constant_result
@@ -459,8 +458,7 @@ def _fake_hash_ngrams(
 
 
 def _find_rows(key: Tensor, ids: Tensor, call_number: int) -> Tensor:
-    found: Tensor = _vocabularies[int(key)](ids)
-    return found
+    return _vocabularies[int(key)](ids)
 
 
 def _fake_find_rows(key: Tensor, ids: Tensor, call_number: int) -> Tensor:
