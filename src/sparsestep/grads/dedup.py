@@ -89,8 +89,7 @@ def _segment_sum(rows: Tensor, starts: Tensor) -> Tensor:
         total, at = rows[starts[:-1]], starts[:-1] + 1
         for _ in range(1, int(starts.diff().max())):
             more = at < starts[1:]
-            row = rows[torch.where(more, at, 0)]
-            total = torch.where(more[:, None], total + row, total)
+            total = torch.where(more[:, None], total + rows[torch.where(more, at, 0)], total)
             at = at + 1
         return total
 

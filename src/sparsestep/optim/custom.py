@@ -253,8 +253,7 @@ def _check_result(name: str, value: Any, like: Tensor) -> Any:
         return value
     if value.layout is not torch.strided or value.is_complex() or value.device != like.device:
         requirement = f"rule {name!r} must return real strided tensors on {like.device}"
-        got = f"{value.layout} of {value.dtype} on {value.device}"
-        raise InputError(message(requirement, got))
+        raise InputError(message(requirement, f"{value.layout} of {value.dtype} on {value.device}"))
     return value.to(like.dtype)
 
 

@@ -162,8 +162,7 @@ class RuleOptimizer(_Base):
         with error_prefix(type(self).__name__):
             engines.check_engine(engine)
             if semantics not in ("masked", "dense"):
-                requirement = "semantics must be one of masked, dense"
-                raise InputError(message(requirement, repr(semantics)))
+                raise InputError(message("semantics must be one of masked, dense", repr(semantics)))
             self.check_values({**defaults, **extras})
         defaults = {**defaults, **options.non_default(extras)}
         self.option_names = tuple(defaults)
@@ -261,8 +260,7 @@ class RuleOptimizer(_Base):
             if any(param is each for each in group["params"]):
                 return group
         requirement = "the parameter must be one of this optimizer's"
-        got = states.describe_other(param)
-        raise InputError(message(requirement, got))
+        raise InputError(message(requirement, states.describe_other(param)))
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RuleOptimizer:
         """Return the optimizer whose class a param group has; this one, unless it is mixed."""
@@ -1245,8 +1243,7 @@ def _mask_of(group: ParamGroup, param: Tensor) -> Tensor | None:
 def check_model_and_optimizer(who: str, model: Any, optimizer: Any) -> None:
     """Refuse anything but a model and an optimizer of this package."""
     if not isinstance(model, nn.Module):
-        requirement = f"{who}: the model must be an nn.Module"
-        raise InputError(message(requirement, type(model).__name__))
+        raise InputError(message(f"{who}: the model must be an nn.Module", type(model).__name__))
     if not isinstance(optimizer, RuleOptimizer):
         requirement = f"{who}: the optimizer must be one of sparsestep"
         kind = type(optimizer)

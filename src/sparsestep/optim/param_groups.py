@@ -265,8 +265,7 @@ def _check_dense_semantics(rule: Rule, group: ParamGroup, *, coupled: bool, left
         raise InputError(message(requirement, "state_dtype=torch.int8"))
     for name in ("stochastic_rounding", "differentiable"):
         if group.get(name):
-            requirement = f"semantics='dense' does not support {name}"
-            raise InputError(message(requirement, f"{name}=True"))
+            raise InputError(message(f"semantics='dense' does not support {name}", f"{name}=True"))
 
 
 # A mask belongs to the rows of a rank; the others select torch's kernels.

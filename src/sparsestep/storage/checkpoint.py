@@ -402,8 +402,7 @@ def save(
         state = MappedState(model, optimizer)
         try:
             manifest = write(folder, before, state, {**state.rest, "extra": extra})
-            note_as_saved = state.prepare_note(manifest)
-            uninterrupted(partial(_commit, folder, manifest, note_as_saved))
+            uninterrupted(partial(_commit, folder, manifest, state.prepare_note(manifest)))
         except BaseException:
             with suppress(Exception):  # whichever checkpoint is the latest now
                 journal.remove_others(folder, journal.read_manifest(folder))
@@ -466,8 +465,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
 def write(folder: Path, before: Manifest | None, state: MappedState, rest: Any) -> Manifest:
     """Write the files of a new checkpoint: a journal if the previous one has the other rows."""
     number = 1 if before is None else before.number + 1
-    entry = journal.write_rest(folder, number, rest)
-    manifest = Manifest(uuid.uuid4().hex, number, [], [], entry)
+    manifest = Manifest(uuid.uuid4().hex, number, [], [], journal.write_rest(folder, number, rest))
     if before is not None and state.is_saved_in(before) and journal.has_all_files(folder, before):
         rows = state.written_rows(before)
         size = journal.journal_bytes([each.part for each in rows], before.tables)
