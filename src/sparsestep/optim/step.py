@@ -63,7 +63,8 @@ def reserve_rows(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]
 
 def reserve_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGrad) -> None:
     """Reserve and mark the rows that an engine has claimed."""
-    about_to_write(param, state, slots_to_rows(param, gradient.indices, gradient.num_slots))
+    if mapped_files:
+        about_to_write(param, state, slots_to_rows(param, gradient.indices, gradient.num_slots))
 
 
 def to_local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradient]:
@@ -167,8 +168,7 @@ def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, pl
     if selection is not None and not is_whole:
         by_row = settings.needs_whole_rows
         gradient = masks.apply_mask(gradient, selection, param.numel(), by_row=by_row)
-    if mapped_files:
-        reserve_checked(param, update.state, gradient)
+    reserve_checked(param, update.state, gradient)
     if settings.needs_whole_rows and param.dim() > 1:
         gradient = to_row_slots(param, gradient)
     update.targets, update.indexed = engine_views(param, update.state, gradient)
@@ -280,8 +280,7 @@ class Step:
                 make = partial(_first_param_state, self._optimizer)  # no circle with the plan
                 self._torch = TorchFusedEngine(kernel, make, _state_dtype)
             if self._torch.claim(update):
-                if mapped_files:
-                    reserve_checked(update.param, update.state or (), update.indexed)
+                reserve_checked(update.param, update.state or (), update.indexed)
                 return
         finish_update(update, selection, self._params_before + update.index)
         self._updates.append(update)
@@ -338,8 +337,7 @@ class Step:
             param_state = optimizer.state.get(param)
             state = [param_state[spec.name] for spec in settings.rule.state] if param_state else []
             indexed = IndexedGrad(at, param, slots)  # the core has the values
-            if mapped_files:
-                reserve_checked(param, state, indexed)
+            reserve_checked(param, state, indexed)
             if self._catch_up is not None:
                 grad: Any = param.grad if grads is None else grads[index - first]
                 update = ParamUpdate(
@@ -533,8 +531,7 @@ _uncompiled_run = disable_compiler(Step.run)
 def _first_param_state(optimizer: RuleOptimizer, update: ParamUpdate) -> dict[str, Any]:
     group, rule = update.group, update.settings.rule
     update.state = states.new_state(rule, update.param, group, update.settings.state_dtype)
-    if mapped_files:
-        reserve_checked(update.param, update.state, update.indexed)
+    reserve_checked(update.param, update.state, update.indexed)
     return states.new_param_state(optimizer, group, rule, update.key, update.state)
 
 
