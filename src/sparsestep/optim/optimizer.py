@@ -464,7 +464,7 @@ class RuleOptimizer(_Base):
 
     def _planned(self) -> Step:
         cached_plan, self._cached_plan = self._cached_plan, None
-        plan = Step(self, cached_plan.unused_traces if cached_plan is not None else ())
+        plan = Step(self, None if cached_plan is None else cached_plan.traces)
         with profiler_range("sparsestep: plan"):
             for group_index, group in enumerate(self.param_groups):
                 plan.add_group(group_index, group)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsestep.engines.base import GroupSettings
-from sparsestep.engines.native import CachedPlan, native_group
+from sparsestep.engines.native import CachedPlan, StepTraces, native_group
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.optim.state import packs_by
@@ -72,7 +72,7 @@ class ParamGroups:
 
     def cached_plan(self, count: int) -> CachedPlan | None:
         """The plan of a step of the first ``count`` groups; ``None`` if it cannot be replayed."""
-        plan = CachedPlan([], [], [], [])
+        plan = CachedPlan([], [], [], StepTraces())
         for group_index in range(count):
             if group_index not in self._settings:
                 return None
@@ -98,7 +98,7 @@ class ParamGroups:
         groups = optimizer.param_groups
         if plan.traced or len(groups) != len(plan.cached_groups):
             return None
-        updated = CachedPlan(list(plan.cached_groups), list(plan.settings), [], [])
+        updated = CachedPlan(list(plan.cached_groups), list(plan.settings), [], StepTraces())
         for index, (group, known) in enumerate(zip(groups, plan.cached_groups, strict=True)):
             values = tuple(group.values())
             same = [*map(is_, values, known[0])]

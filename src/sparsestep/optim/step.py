@@ -15,7 +15,7 @@ from sparsestep._torch import cat, disable_compiler, profiler_range
 from sparsestep.deferred.rows import StepCatchUp
 from sparsestep.engines import EngineDispatcher, new_native_engine, rounding
 from sparsestep.engines.base import GroupSettings, ParamUpdate, finish
-from sparsestep.engines.native import TracedGroup, can_run_dense
+from sparsestep.engines.native import StepTraces, can_run_dense
 from sparsestep.engines.torch_fused import TorchFusedEngine
 from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
@@ -199,11 +199,11 @@ def engine_views(
 class Step:
     """The work of one step."""
 
-    def __init__(self, optimizer: RuleOptimizer, traced: Sequence[TracedGroup] = ()) -> None:
+    def __init__(self, optimizer: RuleOptimizer, traces: StepTraces | None = None) -> None:
         self._optimizer = optimizer
         self._native = new_native_engine(optimizer.engine)
-        if traced and self._native is not None:
-            self._native.traces.adopt(traced)
+        if traces is not None and self._native is not None:
+            self._native.traces = traces  # a formula is called once per step
         self._torch: TorchFusedEngine | None = None  # created for the first update it may run
         self._catch_up: StepCatchUp | None = None
         if optimizer.semantics == "dense":
