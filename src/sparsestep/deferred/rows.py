@@ -65,7 +65,7 @@ class DeferredRows:
         self.history: StepHistory = StepHistory(idle, hyperparams, done, settings.constraint)
         self.movable_rows: Tensor | None = None  # selected by a mask; None for all
         self.param: Tensor | None = None  # a strong reference, so that its id stays taken
-        self._movable_mask: tuple[Tensor, Tensor] | None = None
+        self._movable_mask: Tensor | None = None  # a copy of the mask
         self._mask: tuple[Tensor, int | None] | None = None  # and its version
         # Int32, on the CPU, xored with the initial value: zeros take no memory before first use.
         self.stored_steps = lazy.zeros(torch.Size([num_rows]), torch.int32, torch.device("cpu"))
@@ -128,18 +128,14 @@ class DeferredRows:
     def set_mask(self, selection: masks.MaskSelection | None) -> None:
         """Let only the rows move that a mask selects, while all rows are current."""
         if not self.has_mask(selection):
+            copied = None if selection is None else selection.mask.detach().reshape(-1).clone()
+            self._movable_mask = copied  # from here on, nothing can fail
             self._mask = None if selection is None else (selection.mask, selection.version)
             self.movable_rows = None if selection is None else selection.indices
 
     def movable(self, rows: Tensor) -> Tensor:
         """The subset of rows that the mask of the latest step lets move."""
-        selected = self.movable_rows
-        if selected is None:
-            return rows
-        if self._movable_mask is None or self._movable_mask[0] is not selected:
-            mask = torch.zeros(self.num_rows, dtype=torch.bool, device=selected.device)
-            self._movable_mask = selected, mask.index_fill_(0, selected, True)
-        return rows[self._movable_mask[1][rows]]
+        return rows if self._movable_mask is None else rows[self._movable_mask[rows]]
 
     def prepare_step(
         self, param: Tensor, state: list[Tensor], rows: Tensor, engine: str = "auto"
