@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,81 @@ def test_packed_state_has_the_bits_of_dense_state(variant: Variant, options: dic
                 torch.testing.assert_close(packed[name], reference[name])
         if not options:
             torch.testing.assert_close(params[0], params[2])
+
+
+# Another mask in every step, against the reference engine
+
+take_root = Tensor.sqrt
+
+
+def root(tensor: Tensor) -> Tensor:
+    return take_root(tensor.double()).to(tensor.dtype)
+
+
+def quotient(tensor: Tensor, number: float) -> Tensor:
+    return torch.full_like(tensor, number) / tensor
+
+
+def mean(tensor: Tensor, dim: int, *, keepdim: bool) -> Tensor:
+    assert dim == 1
+    assert keepdim
+    lanes = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 16)).view(len(tensor), -1, 16)
+    total = sum(lanes.unbind(1))
+    while total.shape[1] > 1:
+        total = total[:, : total.shape[1] // 2] + total[:, total.shape[1] // 2 :]
+    return total / tensor.shape[1]
+
+
+@cache
+def changing_masks() -> list[Tensor]:
+    """Elements, two of every four, and blocks."""
+    found = []
+    for change in range(0, 100, 3):
+        order = torch.rand(36, 4, generator=seeded(change)).argsort(1)
+        blocks = random_mask(change, (3, 1, 4, 1), 0.5).expand(-1, 3, -1, 4)
+        found += [random_mask(change), (order < 2).view(SHAPE), blocks.reshape(SHAPE)]
+    return found[:100]
+
+
+gradients = cache(lambda: [gradient(step) for step in range(100)])
+HALF = {"state_dtype": torch.bfloat16, "stochastic_rounding": True, "rounding_seed": 3}
+INT8 = {"state_dtype": torch.int8, "rounding_seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        *((variant, {}) for variant in EVERY),
+        *((variant, HALF) for variant in LARGEST.values()),
+        *((variant, INT8) for variant in LARGEST.values()),
+    ],
+    ids=str,
+)
+def test_a_hundred_masks_have_the_bits_of_the_reference_engine(
+    variant: Variant, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """With IEEE 754's operations. Torch takes roots with MKL, which rounds one in five to the other
+    neighbor, numbers over tensors by their reciprocals, and means in the order of its vectors."""
+    monkeypatch.setattr(Tensor, "sqrt", root)
+    monkeypatch.setattr(Tensor, "__rtruediv__", quotient)
+    monkeypatch.setattr(Tensor, "mean", mean)
+    params = [new_param() for _ in range(2)]
+    opts = [
+        variant([param], lr=0.1, engine=engine, **options)
+        for param, engine in zip(params, ("auto", "reference"), strict=True)
+    ]
+    for change, (mask, grad) in enumerate(zip(changing_masks(), gradients(), strict=True)):
+        for opt, param in zip(opts, params, strict=True):
+            opt.set_mask(param, mask)
+            param.grad = grad
+            opt.step()
+        assert same_bits(*params), change
+    packed, expected = (state_of(opt, param) for opt, param in zip(opts, params, strict=True))
+    rows = [spec.name for spec in variant.rule.state if spec.per_row]
+    for name, value in opts[0].state[params[0]].items():
+        assert same_bits(torch.as_tensor(packed[name]), torch.as_tensor(expected[name])), name
+        if name not in (*rows, "step") and not name.endswith("_scale"):
+            assert value.shape == (int(mask.sum()),), name
 
 
 def blocks(shape: tuple[int, int]) -> Tensor:

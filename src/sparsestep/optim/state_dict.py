@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, error_prefix, message
@@ -130,20 +131,33 @@ def _read_param_state(
         return {}, None
     rule = optimizer.stored_rule_for(group, param, saved)
     packed = None
-    if mask is not None and mask.dim() > 1 and not rule.needs_whole_rows:
+    if mask is not None and mask.dim() > 1:
         packed = masks.PackedMask.of(mask.cpu())
     packs = mask is not None and states.packs_by(rule, mask, param, group, optimizer.engine)
     wanted = packed if packs else None
-    given, saved = saved if copy else {}, convert_saved(rule, _to_strided(param, saved))
+    given, saved = saved if copy else {}, _to_strided(param, saved)
+
+    def relayout(spec: StateSpec, old: masks.PackedMask | None, to: masks.PackedMask | None) -> None:
+        if old is not to:
+            first, tensors = [states.initial_value(spec, group)], [saved[spec.name]]
+            (saved[spec.name],) = states.relayout([spec], tensors, first, param.shape, old, to)
+
+    for spec in rule.state:
+        value = saved.get(spec.name)
+        if packed is None or spec.per_row or not isinstance(value, Tensor):
+            continue
+        if value.shape == (packed.kept,) and (value.dtype is torch.int8) != (
+            spec.dtype is torch.int8
+        ):
+            relayout(spec, packed, None)  # int8 has a scale for each row of the parameter
+    saved = convert_saved(rule, saved)
     for spec in rule.state:
         value = saved.get(spec.name)
         # For torch's SGD, a missing buffer means a first step.
         if value is not None or rule.counts_steps:
-            layout = packed if isinstance(value, Tensor) and value.dim() == 1 else None
-            _check_tensor(spec, param, value, saved, layout)
-            if layout is not wanted:
-                first = [states.initial_value(spec, group)]
-                (saved[spec.name],) = states.relayout([value], first, param.shape, layout, wanted)
+            is_packed = isinstance(value, Tensor) and value.dim() == 1 and not spec.per_row
+            _check_tensor(spec, param, value, saved, packed if is_packed else None)
+            relayout(spec, packed if is_packed else None, wanted)
     if rule.counts_steps or saved.get("step") is not None:
         _check_step(saved)
     replaced = optimizer.state.get(param) or {}
@@ -208,7 +222,7 @@ def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any]
         return param_state
     tensors = [param_state[name] for name in rule.state_names]
     values = [states.initial_value(spec, group) for spec in rule.state]
-    dense = states.relayout(tensors, values, packed.shape, packed, None)
+    dense = states.relayout(rule.state, tensors, values, packed.shape, packed, None)
     return {**param_state, **dict(zip(rule.state_names, dense, strict=True))}
 
 
