@@ -176,6 +176,7 @@ def replace_layout(
     return relayout(state, tensors, values, shape, old, new)
 
 
+@torch.inference_mode(False)
 def new_state(
     rule: Rule,
     param: Tensor,
@@ -335,6 +336,7 @@ def convert_loaded(
     return result
 
 
+@torch.inference_mode(False)
 def new_step(
     optimizer: RuleOptimizer, group: Mapping[str, Any], param: Tensor, value: int = 0
 ) -> int | Tensor:
