@@ -63,7 +63,7 @@ class ByHand:
         self._steps = 0
 
     def before(self, number: int, /) -> None:
-        """Take the gradient of a set; and soon, the huge pages that a long training gets in time."""
+        """Take the gradient of a set; soon, the huge pages that a long training gets in time."""
         self._grad = self.sets[number]
         self._steps += 1
         if self._steps == 3:

@@ -214,8 +214,7 @@ void apply_int8(const Job& job, const JobSlice& slice) {
 template <template <class> class Rule, class T>
 void apply(const Job& job, const JobSlice& slice) {
     if (slice.first_column == slice.last_column) return;  // slots without elements
-    bool stored =
-        is_stored_as<T>(job.values) && is_stored_as<T>(job.param) && !job.expands_state;
+    bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param) && !job.expands_state;
     if constexpr (Rule<T>::states > 0) {
         if (job.has_int8_state) {
             if constexpr (sizeof(T) == 4 && Rule<T>::has_fixed_sizes) {

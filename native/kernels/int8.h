@@ -102,18 +102,15 @@ private:
         return codes.scale[row * codes.scale_stride];
     }
 
-    __attribute__((noinline)) const int8_t* expand(int64_t element, int64_t n,
-                                                   int8_t* tile) const {
+    __attribute__((noinline)) const int8_t* expand(int64_t element, int64_t n, int8_t* tile) const {
         std::memset(tile, 0, size_t(n));
-        for_each_kept(packed, element, n, [&](int64_t j, int64_t rank) {
-            tile[j] = codes.data[rank * codes.stride];
-        });
+        for_each_kept(packed, element, n,
+                      [&](int64_t j, int64_t rank) { tile[j] = codes.data[rank * codes.stride]; });
         return tile;
     }
     __attribute__((noinline)) void compress(int64_t element, int64_t n, const int8_t* tile) const {
-        for_each_kept(packed, element, n, [&](int64_t j, int64_t rank) {
-            codes.data[rank * codes.stride] = tile[j];
-        });
+        for_each_kept(packed, element, n,
+                      [&](int64_t j, int64_t rank) { codes.data[rank * codes.stride] = tile[j]; });
     }
 
     // Not inlined, here and below: shared by all rules.

@@ -358,7 +358,8 @@ struct ConvertedRows {
             for (int64_t i = 0; i < n; ++i, at.bits &= at.bits - 1) {
                 while (!at.bits) at.bits = packed.words[++at.word];
                 const int64_t element = at.word * 64 + __builtin_ctzll(at.bits);
-                data[(rank + i) * view.element_stride] = Convert<Stored, T>::store(tile[i], random(element));
+                data[(rank + i) * view.element_stride] =
+                    Convert<Stored, T>::store(tile[i], random(element));
             }
         });
     }
@@ -376,9 +377,8 @@ struct ConvertedRows {
             using Stored = std::remove_pointer_t<decltype(data)>;
             for_each_kept(packed, element, n, [&](int64_t j, int64_t rank) {
                 data[rank * view.slot_stride] =
-                    stochastic_rounding
-                                 ? Convert<Stored, T>::store(tile[j], random(element + j))
-                                 : Convert<Stored, T>::store(tile[j]);
+                    stochastic_rounding ? Convert<Stored, T>::store(tile[j], random(element + j))
+                                        : Convert<Stored, T>::store(tile[j]);
             });
         });
     }

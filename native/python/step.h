@@ -428,7 +428,8 @@ public:
             if (job.has_int8_state) {
                 nb::handle scale = states[size_t(rule.states + rule.slot_states + s)];
                 if (!read_codes(states[size_t(s)], scale, job, state_slots, state_size,
-                                job.int8_state[s])) return false;
+                                job.int8_state[s]))
+                    return false;
                 job.int8_state[s].is_signed = group.signs[size_t(s)];
             } else if (!read_view(states[size_t(s)], state_slots, state_size, job.state[s])) {
                 return false;

@@ -168,7 +168,8 @@ def _gather(
 
 def _is_packed(update: ParamUpdate, index: int) -> bool:
     """Whether a mask has packed one of an update's targets: state per element."""
-    return update.packed is not None and index > 0 and not update.settings.rule.state[index - 1].per_row
+    is_state = update.packed is not None and index > 0
+    return is_state and not update.settings.rule.state[index - 1].per_row
 
 
 def _gather_kept(tensor: Tensor, is_kept: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -137,32 +137,42 @@ def _read_param_state(
     wanted = packed if packs else None
     given, saved = saved if copy else {}, _to_strided(param, saved)
 
-    def relayout(spec: StateSpec, old: masks.PackedMask | None, to: masks.PackedMask | None) -> None:
-        if old is not to:
-            first, tensors = [states.initial_value(spec, group)], [saved[spec.name]]
-            (saved[spec.name],) = states.relayout([spec], tensors, first, param.shape, old, to)
-
     for spec in rule.state:
         value = saved.get(spec.name)
-        if packed is None or spec.per_row or not isinstance(value, Tensor):
-            continue
-        if value.shape == (packed.kept,) and (value.dtype is torch.int8) != (
-            spec.dtype is torch.int8
-        ):
-            relayout(spec, packed, None)  # int8 has a scale for each row of the parameter
+        if _is_packed(spec, value) and (value.dtype is torch.int8) != (spec.dtype is torch.int8):
+            # Int8 has a scale for each row of the parameter.
+            saved[spec.name] = _relayout(spec, value, group, param, packed, None)
     saved = convert_saved(rule, saved)
     for spec in rule.state:
         value = saved.get(spec.name)
         # For torch's SGD, a missing buffer means a first step.
         if value is not None or rule.counts_steps:
-            is_packed = isinstance(value, Tensor) and value.dim() == 1 and not spec.per_row
-            _check_tensor(spec, param, value, saved, packed if is_packed else None)
-            relayout(spec, packed if is_packed else None, wanted)
+            layout = packed if _is_packed(spec, value) else None
+            _check_tensor(spec, param, value, saved, layout)
+            saved[spec.name] = _relayout(spec, value, group, param, layout, wanted)
     if rule.counts_steps or saved.get("step") is not None:
         _check_step(saved)
     replaced = optimizer.state.get(param) or {}
     loaded = states.convert_loaded(rule, param, saved, group.get("state_dtype"), given, replaced)
     return loaded, wanted
+
+
+def _is_packed(spec: StateSpec, value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dim() == 1 and not spec.per_row
+
+
+def _relayout(
+    spec: StateSpec,
+    value: Any,
+    group: ParamGroup,
+    param: Tensor,
+    old: masks.PackedMask | None,
+    new: masks.PackedMask | None,
+) -> Any:
+    if old is new or spec.per_row or (old is not None and value.shape != (old.kept,)):
+        return value  # what does not fit is refused later
+    initial = [states.initial_value(spec, group)]
+    return states.relayout([spec], [value], initial, param.shape, old, new)[0]
 
 
 def _to_strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
