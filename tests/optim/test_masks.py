@@ -72,6 +72,8 @@ def gradient(seed: int) -> Tensor:
 def train(opt: Any, param: Tensor, steps: range) -> None:
     for step in steps:
         param.grad = torch.randn(param.shape, generator=seeded(step))
+        if isinstance(opt, torch.optim.SparseAdam):
+            param.grad = param.grad.to_sparse(1)
         opt.step()
 
 
@@ -443,7 +445,11 @@ def test_patterns_threads_and_instruction_sets(pattern: str, dtype: torch.dtype)
         torch.testing.assert_close(results[0][0][mask], inside.detach())
 
 
-@pytest.mark.parametrize(("ours", "theirs"), COUNTERPARTS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [*COUNTERPARTS, (sparsestep.SparseAdam, torch.optim.SparseAdam)],
+    ids=lambda each: each.__name__,
+)
 def test_checkpoints_exchange_with_torch(ours: Any, theirs: Any):
     mask, options = random_mask(0), {"momentum": 0.9} if "SGD" in ours.__name__ else {}
     opt, param = trained(ours, mask, **options)

@@ -835,9 +835,9 @@ class RuleOptimizer(_Base):
         ``initial``. The parameter itself does not change: set dropped weights to zero yourself.
         With ``semantics="dense"``, rows that change catch up first.
 
-        With a mask over elements, the state of a contiguous parameter on the CPU is packed: a
-        vector of one value for each entry that the mask keeps, in order. ``state_dict()`` has
-        torch's form.
+        With a mask over elements, the state per element of a contiguous parameter on the CPU is
+        packed: a vector of one value for each entry that the mask keeps, in order.
+        ``state_dict()`` has torch's form.
 
         The optimizer keeps a copy of the mask. So does a checkpoint, in the param group.
 
@@ -952,11 +952,8 @@ class RuleOptimizer(_Base):
             before = masks.all_elements(old, memory)
             if layout is not None:
                 before = layout.bits()[: memory.numel()].view(memory.shape)
-            rows = [
-                each
-                for spec, *each in zip(rule.state, tensors, values, defaults, strict=True)
-                if spec.per_row
-            ]
+            each = zip(rule.state, tensors, values, defaults, strict=True)
+            rows = [(t, value, default) for spec, t, value, default in each if spec.per_row]
             _reset_rows(rows, before, masks.all_elements(new, memory), writes)
         replaced = dict(zip(rule.state_names, made, strict=True))
         return [

@@ -96,8 +96,9 @@ def state_shape(spec: StateSpec, param: Tensor, packed: PackedMask | None = None
     """The shape of a state tensor: the parameter's, its first dim alone, or what a mask keeps."""
     if spec.per_row:
         return param.shape[:1]
-    is_packed = packed is not None and packed.shape == param.shape
-    return torch.Size([packed.kept]) if is_packed else param.shape
+    if packed is not None and packed.shape == param.shape:
+        return torch.Size([packed.kept])
+    return param.shape
 
 
 def relayout(

@@ -139,7 +139,7 @@ def _read_param_state(
 
     for spec in rule.state:
         value = saved.get(spec.name)
-        if _is_packed(spec, value) and (value.dtype is torch.int8) != (spec.dtype is torch.int8):
+        if _is_packed(value, spec) and (value.dtype is torch.int8) != (spec.dtype is torch.int8):
             # Int8 has a scale for each row of the parameter.
             saved[spec.name] = _relayout(spec, value, group, param, packed, None)
     saved = convert_saved(rule, saved)
@@ -147,7 +147,7 @@ def _read_param_state(
         value = saved.get(spec.name)
         # For torch's SGD, a missing buffer means a first step.
         if value is not None or rule.counts_steps:
-            layout = packed if _is_packed(spec, value) else None
+            layout = packed if _is_packed(value, spec) else None
             _check_tensor(spec, param, value, saved, layout)
             saved[spec.name] = _relayout(spec, value, group, param, layout, wanted)
     if rule.counts_steps or saved.get("step") is not None:
@@ -157,7 +157,7 @@ def _read_param_state(
     return loaded, wanted
 
 
-def _is_packed(spec: StateSpec, value: Any) -> TypeGuard[Tensor]:
+def _is_packed(value: Any, spec: StateSpec) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() == 1 and not spec.per_row
 
 
