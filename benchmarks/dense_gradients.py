@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 import sparsestep
 from benchmarks.harness.contestants import element_states, rule_of
-from benchmarks.harness.race import Stepping, add_rounds, medians
+from benchmarks.harness.race import Racer, Stepping, add_rounds, medians
 from benchmarks.harness.workload import SETS
 from sparsestep.cli.options import int_in_range
 from sparsestep.optim import OPTIMIZERS
@@ -44,6 +44,20 @@ def contestants(name: str) -> dict[str, Any]:
     return found
 
 
+class InPlace:
+    """The limit: torch's multiplication in place, which reads and writes each element."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._tensor = torch.zeros(shape)
+
+    def before(self, number: int, /) -> None:
+        """Nothing: there is no gradient."""
+
+    def step(self) -> None:
+        """Multiply."""
+        self._tensor.mul_(1.0)
+
+
 def bytes_per_element(make: Any) -> int:
     """Read parameter, gradient and state, write parameter and state, all in float32."""
     return 4 * (3 + 2 * element_states(rule_of(make)))
@@ -53,30 +67,19 @@ def compare(title: str, optimizers: dict[str, Any], shape: tuple[int, ...], roun
     """Print the milliseconds of each optimizer, and how many times as fast the last is."""
     grads = [[torch.randn(shape)] for _ in range(GRADS)]
     sets = [grads[number % GRADS] for number in range(SETS)]
-    racers = []
+    racers: list[Racer] = [InPlace(shape)]
     for make in optimizers.values():
         param = Parameter(torch.randn(shape))
         racers.append(Stepping(make([param]), [param], sets))
-    times = dict(zip(optimizers, medians(racers, rounds), strict=True))
+    in_place, *found = medians(racers, rounds)
+    times = dict(zip(optimizers, found, strict=True))
     *others, last = times
     ratios = [f"{times[name] / times[last]:.2f} x {name}" for name in others]
     listed = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
     if last == "ours":
-        gigabytes = bytes_per_element(optimizers[last]) * param.numel() / 1e9
-        reached = 1e3 * gigabytes / times[last] / bandwidth(param.numel())
-        ratios.append(f"{reached:.2f} of the limit")
+        limit = in_place * bytes_per_element(optimizers[last]) / 8
+        ratios.append(f"{limit / times[last]:.2f} of the limit")
     print(f"{title:<20} {listed} ms: {', '.join(ratios)}", flush=True)
-
-
-def bandwidth(elements: int) -> float:
-    """Gigabytes per second of a multiplication in place."""
-    tensor = torch.zeros(elements)
-    times = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        tensor.mul_(1.0)
-        times.append(time.perf_counter() - begin)
-    return 8 * elements / statistics.median(times[5:]) / 1e9
 
 
 def mean_ms(size: int, seconds: float) -> float:
