@@ -46,8 +46,18 @@ _SCHEMA = (
     "Tensor? indices, Tensor values, SymInt? num_slots, SymInt? slot_size, Tensor? value_index, "
     "Tensor? scale, Tensor? element_mask, SymInt step, Tensor? step_tensor, str names, "
     "float[] numbers, Tensor[] tensors, "
-    "bool maximize, Tensor? mask, str engine, SymInt? seed, "
-    "float weight_decay, bool decoupled_weight_decay) -> ()"
+    "bool maximize, float weight_decay, bool decoupled_weight_decay, Tensor? mask, str engine, "
+    "SymInt? seed) -> ()"
+)
+
+# The keywords of ``apply_``, in the order of the operation.
+_OP_KEYWORDS: tuple[str, ...] = (
+    "maximize",
+    "weight_decay",
+    "decoupled_weight_decay",
+    "mask",
+    "engine",
+    "seed",
 )
 
 
@@ -151,10 +161,6 @@ class DecayOptions(FunctionOptions, WeightDecay, total=False):
     """The keyword arguments of a function with both kinds of weight decay."""
 
 
-# The keywords of ``apply_``, in the order of the operation.
-_OP_KEYWORDS = (*FunctionOptions.__annotations__, *WeightDecay.__annotations__)
-
-
 def apply_(
     who: str,
     rule: Rule,
@@ -193,7 +199,7 @@ def apply_(
     """
     if torch.compiler.is_compiling():
         run = _call_op if _is_graph_safe(grad) else _uncompiled
-        kept = (maximize, mask, engine, seed, weight_decay, decoupled_weight_decay)
+        kept = (maximize, weight_decay, decoupled_weight_decay, mask, engine, seed)
         keywords: dict[str, Any] = dict(zip(_OP_KEYWORDS, kept, strict=True))
         run(who, rule, param, grad, state, step, hyperparams, **keywords)
         return
