@@ -59,7 +59,6 @@ from sparsestep.optim.step import Step, StepInBackward, reserve_rows
 from sparsestep.rules import options
 from sparsestep.rules.derived_idle import derive_idle_update
 from sparsestep.rules.int8 import with_int8_state
-from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
 
 # At run time this is ``object``; every public class lists ``Optimizer`` itself. class_resolver (of
@@ -340,7 +339,7 @@ class RuleOptimizer(_Base):
             and not options.get_option(group, "stochastic_rounding")
             and options.get_option(group, "state_dtype") is not torch.int8
             and options.get_option(group, "bias_correction") == "global"
-            and RowConstraint.of_group(group) is None
+            and options.RowConstraint.of_group(group) is None
             and (
                 "decoupled_weight_decay" not in cls.group_options
                 or not options.get_option(group, "decoupled_weight_decay")

@@ -23,7 +23,6 @@ from sparsestep.grads import masks
 from sparsestep.optim.state import packs_by
 from sparsestep.rules import options
 from sparsestep.rules.derived_idle import unsupported_message
-from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -196,7 +195,7 @@ def _read_settings(
         partial(describe_param, type(optimizer).__name__, group, group_index),
         has_torch_kernel,
         has_torch_kernel and bool(options.torch_kernel_choice(group)),
-        constraint=RowConstraint.of_group(group),
+        constraint=options.RowConstraint.of_group(group),
     )
     if options.get_option(group, "state_dtype") is torch.int8:
         seed = settings.seed if settings.stochastic_rounding else None
