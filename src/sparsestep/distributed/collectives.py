@@ -96,7 +96,8 @@ def new_group(backend: str | None = None, ranks: list[int] | None = None) -> Pro
     All ranks of the default group call it.
     """
     timeout = group_timeout(dist.group.WORLD)
-    return dist.new_group(ranks, timeout=timeout, backend=backend)
+    group: ProcessGroup = dist.new_group(ranks, timeout=timeout, backend=backend)
+    return group
 
 
 # Messages
@@ -111,6 +112,7 @@ def pack(sections: Sections, sizes: Tensor, own: int, begins: Tensor, buffer: Te
     ``sizes`` has a row for each rank, ``begins`` where its message begins. A section is split among
     ranks as its column says; one that is as long as each of its sizes goes to every rank.
     """
+    assert ext is not None
     ext.pack_messages(sections, sizes, own, begins, buffer)
 
 
@@ -144,6 +146,7 @@ class Messages:
 
 def unpack(messages: Messages, sections: Sequence[Tensor]) -> None:
     """Copy the sections of all ranks out of their messages."""
+    assert ext is not None
     some: Sections = [each if each.numel() else None for each in sections]
     ext.unpack_messages(
         messages.buffer,
@@ -365,7 +368,8 @@ class Collectives:
         incoming = self.all_to_all_rows(outgoing)
         statuses, numbers = certain(lambda: incoming.t().tolist())
         raise_failure(statuses, error)
-        return numbers
+        found: list[int] = numbers
+        return found
 
     def all_to_all(
         self,
@@ -617,7 +621,8 @@ class HostCollectives(Collectives):
 
     def _by_host(self, sizes: Tensor) -> list[int]:
         totals = torch.zeros(self._num_hosts, dtype=torch.int64)
-        return totals.index_add_(0, self._host_of_other, sizes).tolist()
+        found: list[int] = totals.index_add_(0, self._host_of_other, sizes).tolist()
+        return found
 
     @staticmethod
     def _all_to_all(
@@ -650,5 +655,6 @@ def _gather(buffer: Tensor, begins: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _copy(source: Tensor, target: Tensor, sources: Tensor, targets: Tensor, sizes: Tensor) -> None:
+    assert ext is not None
     pieces = (each.contiguous() for each in (sources, targets, sizes))
     ext.copy_pieces(source, target, *pieces)

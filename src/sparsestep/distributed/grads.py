@@ -156,7 +156,8 @@ class ShardedGradSource(TableGroup):
         status.value = _bits(norm)
         values = self.handshake(status, None)["value"]
         norms = torch.tensor(values).view(torch.float64)
-        return torch.linalg.vector_norm(norms, order)
+        total: Tensor = torch.linalg.vector_norm(norms, order)
+        return total
 
 
 def _bits(value: Tensor) -> int:

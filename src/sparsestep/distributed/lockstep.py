@@ -231,7 +231,8 @@ def _all_gather_states(state: int) -> list[int]:
     mine = torch.full((dist.get_world_size(),), state)
     states = torch.empty_like(mine)
     dist.all_to_all_single(states, mine)
-    return states.tolist()
+    found: list[int] = states.tolist()
+    return found
 
 
 def _broadcast_empty_batch(rank: int, batch: Any) -> Any:

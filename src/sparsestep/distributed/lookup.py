@@ -508,7 +508,8 @@ def _backward_through_module(output: Tensor, weight: Tensor, rows: Tensor) -> Se
     """The module's own gradient. The graph stays, for as long as more may come."""
     grad: Any
     (grad,) = torch.autograd.grad(output, weight, rows, retain_graph=True)
-    return grad.parts
+    parts: Sequence[IndexedGrad] = grad.parts
+    return parts
 
 
 # The owner's side: rows for ids of any value

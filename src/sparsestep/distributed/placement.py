@@ -336,6 +336,7 @@ def split_by_owner(
     each, whose bags and lengths are left out. With ``to_all_ranks``, every rank gets a part of
     every bag, even an empty one.
     """
+    assert ext is not None
     ids, count = ids.long().contiguous(), len(ids)
     rows, counts = torch.empty(count, dtype=dtype), torch.empty(2, world_size, dtype=torch.int64)
     order = torch.empty(count if needs_order else 0, dtype=torch.int64)
@@ -362,6 +363,7 @@ def split_by_owner(
 
 def unique_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Distinct ids, and the index of each id among them; all are below ``rows``."""
+    assert ext is not None
     ids = ids.long().contiguous()
     unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
     return unique[: ext.unique(ids, rows, unique, inverse)], inverse

@@ -54,6 +54,7 @@ class Codec:
 
     def encode(self, rows: Tensor, *, is_grad: bool) -> Tensor:
         """The bytes of rows."""
+        assert ext is not None
         values = rows.detach().float().contiguous()
         num_rows = values.numel() // self.dim
         size = row_bytes(self.wire, self.dim, values.itemsize)
@@ -64,6 +65,7 @@ class Codec:
 
     def decode(self, codes: Tensor) -> Tensor:
         """The elements of rows, flat."""
+        assert ext is not None
         size = row_bytes(self.wire, self.dim, torch.float32.itemsize)
         values = torch.empty(len(codes) // size * self.dim)
         ext.decode_rows(_FORMATS[self.wire], codes, self.dim, values)

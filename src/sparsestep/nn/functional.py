@@ -115,7 +115,8 @@ def _rows_of(table: nn.Module | Tensor, ids: Any, name: str) -> Tensor:
 def _look_up(table: nn.Module | Tensor, ids: Tensor) -> Tensor:
     """Rows for each id, by the module if there is one."""
     if isinstance(table, nn.Module):
-        return table(ids)
+        found: Tensor = table(ids)
+        return found
     return embed([row_lookup(Weight(table), ids)])[0]  # type: ignore[arg-type]
 
 
@@ -264,7 +265,8 @@ def embedding_l2(
         factors = factors.index_add(0, inverse, weights.reshape(-1).to(factors))
     if factors is None and weight.is_leaf and not uses_torch_ops([weight]):
         materialize_for_ddp([weight])
-        return _L2.apply(weight, unique, module)
+        penalty: Tensor = _L2.apply(weight, unique, module)
+        return penalty
     rows = embed([row_lookup(module, unique)])[0]
     squares = (torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows).square()
     return squares.sum() if factors is None else squares.sum(1) @ factors

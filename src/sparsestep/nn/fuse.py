@@ -416,7 +416,8 @@ def _with_tables(
         return layers
     if kind is make:
         split = [{**(own if is_table else {}), **group} for is_table, group in groups]
-        return make(split, *args, **options)
+        made: RuleOptimizer = make(split, *args, **options)
+        return made
     shared = {name: getattr(layers, name) for name in OPTIMIZER_OPTIONS}
     for name in shared.keys() & own.keys():
         requirement = f"optimizer_for: {name} is an option of the whole optimizer, not of tables"

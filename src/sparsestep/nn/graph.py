@@ -152,7 +152,8 @@ def _prepare_key(vocabulary: Any) -> None:
 def rows_in_graph(vocabulary: Any, ids: Tensor) -> Tensor:
     """Look up the row of each id, as an operation."""
     _prepare_key(vocabulary)
-    return torch.ops.sparsestep.find_rows(vocabulary.graph_key, ids, _call_number())
+    found: Tensor = torch.ops.sparsestep.find_rows(vocabulary.graph_key, ids, _call_number())
+    return found
 
 
 @assume_constant_result
@@ -458,7 +459,8 @@ def _fake_hash_ngrams(
 
 
 def _find_rows(key: Tensor, ids: Tensor, call_number: int) -> Tensor:
-    return _vocabularies[int(key)](ids)
+    found: Tensor = _vocabularies[int(key)](ids)
+    return found
 
 
 def _fake_find_rows(key: Tensor, ids: Tensor, call_number: int) -> Tensor:

@@ -43,7 +43,8 @@ def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
     if is_distributed(weight) or (source_of(weight) is not None and not is_part):
         requirement = f"{who}: a table must not be sharded over processes"
         raise InputError(message(requirement, "a sharded one", "Do this before sharding it"))
-    return weight
+    found: nn.Parameter = weight
+    return found
 
 
 def as_rule_optimizers(

@@ -79,7 +79,8 @@ def replaced_in_graphs(function: Callable[Arguments, Result]) -> Callable[Argume
         if torch.compiler.is_compiling() and not is_exporting():
             module: Any = args[0]
             if module.fits_graph(*args[1:], **kwargs):
-                return module.forward_in_graph(*args[1:], **kwargs)
+                found: Result = module.forward_in_graph(*args[1:], **kwargs)
+                return found
             return _left_out(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
