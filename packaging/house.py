@@ -21,7 +21,7 @@ WORDS = "whoever|nobody|somebody|anybody|anew"
 
 SELF = "python packaging/house.py"
 FIGURES = {
-    "lines of src/**/*.py": "find src -name '*.py' | xargs cat | wc -l",
+    "lines of src/**/*.py (without .pyi)": "find src -name '*.py' | xargs cat | wc -l",
     "files of src/**/*.py": "find src -name '*.py' | wc -l",
     "lines of tests/**/*.py": "find tests -name '*.py' | xargs cat | wc -l",
     "test cases": (
@@ -36,7 +36,7 @@ FIGURES = {
         "| grep -c SLF001"
     ),
     f"the words {WORDS.replace('|', ', ')}": (
-        "grep -rniwE --include=*.py --include=*.h --include=*.cpp --include=*.md "
+        "grep -rniwE --include=*.py --include=*.pyi --include=*.h --include=*.cpp --include=*.md "
         f"'{WORDS}' src native docs | wc -l"
     ),
     "lines of CONTRIBUTING.md": "wc -l < CONTRIBUTING.md",

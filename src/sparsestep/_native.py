@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from sparsestep.errors import InputError, message
 
-ext: Any = None  # its functions are documented in native/python/bindings.cpp
+if TYPE_CHECKING:
+    from sparsestep._C import Core
+
+ext: Core | None = None
 import_error: str = ""
 try:
-    ext = import_module("sparsestep._C")
+    ext = cast("Core", import_module("sparsestep._C"))
 except ImportError as _error:  # installed without it (SPARSESTEP_PURE=1), or a broken build
     import_error = str(_error)
 

@@ -227,7 +227,8 @@ make_wrapper_subclass: Any = Tensor._make_wrapper_subclass
 
 def post_accumulate_grad_hooks(param: Tensor) -> Mapping[int, Any] | None:
     """The hooks that run when the gradient of a parameter has been accumulated."""
-    return param._post_accumulate_grad_hooks
+    hooks: Mapping[int, Any] | None = param._post_accumulate_grad_hooks
+    return hooks
 
 
 def is_in_ddp_forward() -> bool:
@@ -294,7 +295,8 @@ def group_timeout(group: Any) -> timedelta | None:
     devices = getattr(group, "_device_types", ())
     for device in sorted(devices, key=lambda each: each.type != "cpu"):  # prefer the CPU's
         with suppress(AttributeError, RuntimeError):
-            return group._get_backend(device).options._timeout
+            found: timedelta = group._get_backend(device).options._timeout
+            return found
     return None
 
 

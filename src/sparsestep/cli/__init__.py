@@ -77,7 +77,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         if "run" not in options:
             parser.print_help()
             return 0
-        return options.run(options)
+        code: int = options.run(options)
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED

@@ -115,6 +115,7 @@ class StepHistory:
     def native_call(self, rule: Rule) -> Any:
         """The core's view of the steps, for catch-ups of parameters with this rule."""
         if self._native_call is None:
+            assert ext is not None
             idle, names = self.idle_update, rule.state_names
             call = self._native_call = ext.CatchUp()
             call.idle_update = _IDLE_UPDATES.index(idle.native)

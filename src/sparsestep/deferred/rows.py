@@ -287,9 +287,8 @@ class DeferredRows:
             return
         warn_once(
             StaleWarning,
-            "a parameter was modified while updates of some rows were deferred "
-            "(semantics='dense'), by another optimizer or by your own code, so the new values come "
-            "from outdated ones. "
+            "a parameter was modified while updates of some rows were deferred (semantics='dense'), by "
+            "another optimizer or by your own code, so the new values come from outdated ones. "
             "Call optimizer.catch_up() first, or optimizer.track(model, guard=True) once.",
         )
 
@@ -499,6 +498,7 @@ def replay_dense_step(
     deferred: dict[int, DeferredRows],
 ) -> bool:
     """Repeat a step with new gradients if no row of them has to catch up; see ``replay_step``."""
+    assert ext is not None
     last_steps: list[tuple[Tensor, Tensor | None, int, int]] = []
     calls: list[Callable[[], None]] = []
     for group, settings, known in zip(groups, cached.settings, cached.cached_groups, strict=False):

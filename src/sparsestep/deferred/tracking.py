@@ -193,7 +193,8 @@ class ModuleHooks:
         if not mode:
             self.catch_up()
         train = self._others.get("train", functools.partial(type(module).train, module))
-        return train(mode)
+        result: nn.Module = train(mode)
+        return result
 
     def _state(self) -> Any:
         """The state to pickle or copy: current, and without the hooks."""
@@ -522,7 +523,8 @@ class GuardedView(_GuardedMixin, Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
             memo[id(self)] = copy.deepcopy(self._current(), memo)
-        return memo[id(self)]
+        found: Tensor = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._current().__reduce_ex__(protocol)
@@ -534,7 +536,8 @@ class GuardedParameter(_GuardedMixin, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.clone().detach(), self.requires_grad)
-        return memo[id(self)]
+        found: nn.Parameter = memo[id(self)]
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._catch_up()

@@ -128,7 +128,7 @@ class ShardedNgramEmbedding(ShardedEmbedding):
         """Look up n-grams, wherever their rows are; all ranks do so at the same time."""
         module: Any = self
         found: Tensor = self._lookup(self.sharded_table, tokens, document_ids)[0]
-        return module.by_position(found, tokens)
+        return module.by_position(found, tokens)  # type: ignore[no-any-return]
 
 
 class ShardedCollection(ShardedModule):

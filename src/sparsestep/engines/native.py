@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from sparsestep.memory.tensors import has_even_rows, lie_alike
 from sparsestep.rules import int8
 from sparsestep.rules.trace import Program, TraceError, trace
 
-# Of the extension.
-NativeGroup: TypeAlias = Any
-NativeProgram: TypeAlias = Any
-
 if TYPE_CHECKING:
+    from sparsestep._C import _NativeGroup as NativeGroup
+    from sparsestep._C import _Program as NativeProgram
     from sparsestep.grads.masks import CachedMask, PackedMask, SelectedSlots
 
     # A group when it was read: its values, the core's view of it, and its masks, if it has any.
@@ -123,6 +121,7 @@ def _next_step(
 
 
 def _trace_group(settings: GroupSettings, step: int) -> TracedGroup:
+    assert ext is not None
     rule = settings.rule
     program = trace(rule, step, settings.hyperparams)
     group = ext.NativeGroup(
@@ -140,6 +139,7 @@ def _trace_group(settings: GroupSettings, step: int) -> TracedGroup:
 
 
 def _lower_cached(program: Program) -> NativeProgram:
+    assert ext is not None
     structure = program.structure
     known = _lowered.get(structure)
     if known is None:
@@ -154,6 +154,7 @@ class NativeEngine:
     """The updates of one step that the core runs, all at once."""
 
     def __init__(self) -> None:
+        assert ext is not None
         self._jobs = ext.NativeStep(isa.index)
         self.traces: StepTraces = StepTraces()
         # Applies the updates, and advances the step counts of ``claim_standard``.
@@ -266,7 +267,7 @@ def native_group(settings: GroupSettings) -> NativeGroup | None:
     kernel = _RULES.get(rule.name)
     if ext is None or kernel is None or not rule.has_native_kernel:
         return None
-    found = settings.core.get("group")
+    found: NativeGroup | None = settings.core.get("group")
     if found is None:
         found = settings.core["group"] = ext.NativeGroup(
             kernel[0],
@@ -294,6 +295,7 @@ def apply_standard(
     step: int | Tensor,
 ) -> bool:
     """Update one parameter in one call of the core; false, and unchanged, if it declines."""
+    assert ext is not None
     return ext.apply_standard(isa.index, group, param, grad, state, step, torch.get_num_threads())
 
 
@@ -319,6 +321,7 @@ def replay_step(
     Gradients passed by hand are those of parameters of the first group, from ``first`` on. Returns
     false, and nothing has changed, if the core declines: options or kinds of gradients differ.
     """
+    assert ext is not None
     cached_groups, _, traced, traces = cached
     if traced and len(groups) != len(cached_groups):
         return False

@@ -201,7 +201,8 @@ class Replay:
 
 @functools.lru_cache(maxsize=1024)
 def _function(source: str) -> Callable[[list[Any]], Any]:
-    return eval(f"lambda e: {source}")
+    found: Callable[[list[Any]], Any] = eval(f"lambda e: {source}")
+    return found
 
 
 def _shared_buffers(recording: Recording, kinds: list[Any]) -> dict[int, int]:

@@ -313,7 +313,8 @@ def _total_norm(grads: Sequence[_NamedGrad], norm_type: float, foreach: bool | N
         norms = list(foreach_norm(tensors, norm_type))
     dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
     together = stack([norm.to(tensors[0].device, dtype) for norm in norms])
-    return torch.linalg.vector_norm(together, norm_type)
+    total: Tensor = torch.linalg.vector_norm(together, norm_type)
+    return total
 
 
 def _norm_equivalent(named: _NamedGrad, order: float) -> Tensor:

@@ -85,7 +85,8 @@ class SavedByRow(Tensor):
             rows = rows_in_use(state)
             copied[rows] = state[rows]
             memo[id(self)] = saved_by_row(copied)
-        return memo[id(self)]
+        found: Tensor = memo[id(self)]
+        return found
 
 
 def saved_by_row(state: Tensor) -> Tensor:

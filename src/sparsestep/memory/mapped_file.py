@@ -38,6 +38,9 @@ from sparsestep.memory.tensors import address
 # whether there are any.
 mapped_files: dict[int, weakref.ref[MappedFile]] = {}
 
+# Never ``None`` where a file is open: ``open_file`` needs it.
+_core: Any = ext
+
 # After so many prefetched pages, the system may have dropped the earlier ones.
 _MAX_PREFETCHED = 1 << 16
 
@@ -67,7 +70,8 @@ class FileRows(NamedTuple):
         begin = self.offset + rows * self.row_bytes
         first, last = begin // self.page_bytes, (begin + self.row_bytes - 1) // self.page_bytes
         inside = torch.arange(int((last - first).max()) + 1 if len(rows) else 0)
-        return (first[:, None] + inside).minimum(last[:, None]).unique()
+        pages: Tensor = (first[:, None] + inside).minimum(last[:, None]).unique()
+        return pages
 
 
 class MappedFile(mmap.mmap):
@@ -167,7 +171,7 @@ class MappedFile(mmap.mmap):
     def _reserve(self, rows: Tensor | None) -> int:
         """Reserve disk blocks; returns an errno, or 0."""
         if rows is not None:
-            return int(ext.reserve_rows(rows, *self.rows, self.descriptor, self.reserved))
+            return int(_core.reserve_rows(rows, *self.rows, self.descriptor, self.reserved))
         if self.reserved.all():
             return 0
         error = disk.fallocate(self.descriptor, 0, self.header.file_bytes)
@@ -213,7 +217,7 @@ class MappedFile(mmap.mmap):
     def prefetch(self, rows: Tensor) -> None:
         """Have the operating system begin to read rows, here and in the state files."""
         base = self.address - HEADER_BYTES
-        self.num_prefetched += ext.prefetch_rows(rows, *self.rows, base, self.prefetched)
+        self.num_prefetched += _core.prefetch_rows(rows, *self.rows, base, self.prefetched)
         if self.num_prefetched > _MAX_PREFETCHED:
             self._forget_prefetched()
         for file in self.state_files.values():
@@ -229,7 +233,7 @@ class MappedFile(mmap.mmap):
             if rows is None:
                 self.dirty_rows.fill_(True)
             else:
-                ext.mark_rows(rows, self.dirty_rows)
+                _core.mark_rows(rows, self.dirty_rows)
 
     def was_modified(self, tensor: Tensor) -> bool:
         """Whether other code has written the table since the last write that was announced."""

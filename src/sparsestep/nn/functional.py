@@ -141,7 +141,7 @@ def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
     if isinstance(right, nn.Module):
         call_forward_pre_hooks(right, ids)
     materialize_for_ddp([weight])
-    return _RowsDot.apply(rows, weight, ids, table)
+    return _RowsDot.apply(rows, weight, ids, table)  # type: ignore[no-any-return]
 
 
 class _RowsDot(torch.autograd.Function):

@@ -14,7 +14,7 @@ from functools import wraps
 from itertools import islice
 from operator import index, methodcaller
 from threading import RLock
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypedDict
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from sparsestep import engines
 from sparsestep._process import fork_safe_lock
 from sparsestep._torch import disable_compiler
 from sparsestep.engines.base import GroupSettings, ParamUpdate
-from sparsestep.engines.native import CachedPlan, NativeGroup, apply_standard, replay_step
+from sparsestep.engines.native import CachedPlan, apply_standard, replay_step
 from sparsestep.errors import InputError, counted, error_prefix, message
 from sparsestep.grads import masks
 from sparsestep.grads.indexed import IndexedGrad
@@ -40,6 +40,9 @@ from sparsestep.optim.param_groups import is_immutable
 from sparsestep.optim.step import Step, engine_views, reserve_checked, to_local
 from sparsestep.rules import options
 from sparsestep.rules.rule import Rule, rules_by_key
+
+if TYPE_CHECKING:
+    from sparsestep._C import _NativeGroup as NativeGroup
 
 _SCHEMA = (
     "(str who, str rule, Tensor(a!) param, Tensor(b!)[] state, "

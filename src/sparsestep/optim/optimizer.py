@@ -256,7 +256,8 @@ class RuleOptimizer(_Base):
         """Return the group that contains ``param``; raise if there is none."""
         for group in self.param_groups:
             if any(param is each for each in group["params"]):
-                return group
+                found: dict[str, Any] = group
+                return found
         requirement = "the parameter must be one of this optimizer's"
         raise InputError(message(requirement, states.describe_other(param)))
 
@@ -382,7 +383,8 @@ class RuleOptimizer(_Base):
             The loss, if you pass a closure.
         """
         if torch.compiler.is_compiling():  # the step stays outside graphs
-            return _uncompiled_step(self, closure)
+            result: float | None = _uncompiled_step(self, closure)
+            return result
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks

@@ -223,7 +223,8 @@ def _check_step(saved: Mapping[str, Any]) -> None:
 def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any] | None:
     """Return the state of a parameter in its shape: if it is packed, a copy."""
     if param not in optimizer.store.layouts:
-        return optimizer.state.get(param)
+        found: dict[str, Any] | None = optimizer.state.get(param)
+        return found
     group = optimizer.group_of(param)
     optimizer.check_group(group)
     rule, param_state, packed = optimizer.stored_state(param)

@@ -475,7 +475,8 @@ def as_float(value: Any) -> float:
     """Return an option that may be a one-element tensor or a NumPy scalar as a Python number."""
     if isinstance(value, int | float):
         return value
-    return value.item() if hasattr(value, "item") else float(value)
+    number: float = value.item() if hasattr(value, "item") else float(value)
+    return number
 
 
 def as_floats(value: Any) -> Any:

@@ -257,7 +257,7 @@ def trace_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trac
         if args[0].is_per_row and not made.is_per_row:
             raise TraceError("it broadcasts a column in place")
         args[0].place = made.place
-        return args[0]
+        return args[0]  # type: ignore[no-any-return]
     return made
 
 
