@@ -179,7 +179,7 @@ class MaskSelection:
         self.shape = shape  # of the parameter that it was checked against
         # The selection as the native core reads it.
         self.native: SelectedSlots | PackedMask = (torch.empty(0).long(), 0, shape)
-        self._rows: Tensor | None = None
+        self._rows: tuple[object, Tensor] = (None, torch.empty(0).long())
 
     def refresh(self, *, packs: bool = False) -> MaskSelection:
         """Read the mask if it has changed. Inference tensors have no version: always.
@@ -194,7 +194,6 @@ class MaskSelection:
                 self.native = before if before is not None and packed.same_as(before) else packed
             else:
                 self.native = (mask.reshape(-1).nonzero().squeeze(1), mask.numel(), self.shape)
-            self._rows = None
             self.version = version  # last, for other threads that read both
         return self
 
@@ -206,9 +205,10 @@ class MaskSelection:
     @property
     def rows(self) -> Tensor:
         """The rows with a selected element, in ascending order."""
-        rows = self._rows
-        if rows is None:
-            rows = self._rows = self.mask.flatten(1).any(1).nonzero().squeeze(1)
+        native, (known, rows) = self.native, self._rows
+        if known is not native:
+            rows = self.mask.flatten(1).any(1).nonzero().squeeze(1)
+            self._rows = native, rows
         return rows
 
     @property
