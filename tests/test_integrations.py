@@ -305,7 +305,9 @@ assert [p for p in model.parameters() if p.requires_grad] == params
 
 @needs("transformers", "peft")
 @pytest.mark.parametrize(
-    ("program", "tied"), [(SAVED, False), (CHOSEN, False), (CHOSEN, True)], ids=["saved", "chosen", "chosen, tied"]
+    ("program", "tied"),
+    [(SAVED, False), (CHOSEN, False), (CHOSEN, True)],
+    ids=["saved", "chosen", "chosen, tied"],
 )
 def test_new_tokens_of_a_model_with_an_adapter(program: str, tied: bool):
     run("-W", "ignore::UserWarning", "-c", ADAPTER.format(tied=tied) + program)
