@@ -146,25 +146,6 @@ def test_memory_runs_out(rank: Rank, kind: str):
             assert same(trained(kind, partial(fail, where)), expected), where
 
 
-@ranks(2)
-def test_memory_runs_out_in_a_vocabulary(rank: Rank):
-    """It counts no id and gives no row away, on any rank."""
-    table = nn.Embedding(8, 2)
-    shard(table, plan="rows")
-    opt = sparsestep.SGD(table.parameters(), lr=1.0)
-    vocabulary = sparsestep.distributed.Vocabulary(table, opt, evict="lru")
-    vocabulary(torch.arange(4) + 4 * rank.index)
-    before, weight = vocabulary.as_dict(), table.weight.detach().clone()
-    for where in (
-        (lookup, "hash_owner", 1),
-        (lookup, "prepare_lookups", 1),
-    ):
-        assert_all_raise(rank, where, lambda: vocabulary(torch.arange(100, 120)))
-        assert before == vocabulary.as_dict()
-        assert torch.equal(weight, table.weight)
-    vocabulary(torch.arange(4) + 4 * rank.index)
-
-
 # Ranks that differ
 
 

@@ -102,7 +102,7 @@ def assert_ids_alike(rank: Rank, vocabulary: Any, reference: OneProcess) -> None
     assert set(hash_owner(torch.tensor(list(known)), rank.world).tolist()) == {rank.index}
 
 
-@ranks(3)
+@ranks(1, 3)
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_ranks_find_what_one_process_finds(rank: Rank, name: str):
     """Rows, ids and weights to the bit; also from a vocabulary that was loaded half-way."""
@@ -131,6 +131,7 @@ def test_ranks_find_what_one_process_finds(rank: Rank, name: str):
         reference.step()
         assert torch.equal(rows, expected[rank.index]), step
     assert bool(evicted) == ("evict" in options)
+    assert vocabulary.used == len(vocabulary.as_dict()) + options.get("shared", 1)
     assert_ids_alike(rank, vocabulary, reference_ids)
     for part in reference_ids.parts:
         part.eval()
@@ -314,7 +315,7 @@ def test_merging_is_that_of_each_rank(rank: Rank):
     assert counts_of(vocabulary.local) == counts_of(local)
 
 
-@ranks(3)
+@ranks(1, 3)
 def test_what_is_exported(rank: Rank):
     table, optimizer, vocabulary = made(shared=2)
     for step in range(3):
@@ -477,21 +478,3 @@ def out_of_memory(*arguments: Any, **options: Any) -> None:
 def test_the_owner_is_a_hash_of_the_id(ids: list[int], world: int):
     found = hash_owner(torch.tensor(ids, dtype=torch.int64), world).tolist()
     assert found == [(splitmix64(each) >> 32) % world for each in ids]
-
-
-def test_one_process_alone_is_an_ordinary_vocabulary():
-    table = new_table()
-    shard(table, plan="rows")
-    ours = Vocabulary(table, evict="lru", shared=2)
-    plain = sparsestep.nn.Vocabulary(ROWS, evict="lru", shared=2)
-    for step in range(8):
-        ids = batch_of(step, 1)
-        assert torch.equal(ours(ids), plain(ids))
-    assert torch.equal(ours.taken_over, plain.taken_over)
-    assert (ours.as_dict(), ours.used, ours.rows) == (plain.as_dict(), plain.used, ROWS)
-    exported = ours.export(table)
-    assert exported is not None
-    copied = nn.Embedding.from_pretrained(table.weight.detach().clone())
-    embedding, row_of = plain.export(copied)
-    assert torch.equal(exported[0].weight, embedding.weight)
-    assert exported[1] == row_of

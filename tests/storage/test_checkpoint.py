@@ -7,7 +7,6 @@ import functools
 import gc
 import json
 import os
-import random
 import shutil
 import signal
 import sys
@@ -23,7 +22,6 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import checkpoint, journal, load, mapped, save, writing
-from tests.storage import kills
 from tests.storage.training import (
     DIM,
     ROWS,
@@ -548,21 +546,3 @@ def test_errors_that_torch_hides_are_raised_even_while_another_is_handled(tmp_pa
         patch.setattr(torch, "save", fail_at(torch.save, 2, hiding))
         with pytest.raises(OSError, match="space"):
             save_while_handling()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has torch")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("kinds", "times"),
-    [
-        ((0, 2, kills.EVICTING), 2),
-        pytest.param(range(len(kills.OPTIMIZERS)), 10, marks=pytest.mark.slow),
-    ],
-)
-def test_processes_that_were_killed_go_on(kinds, times, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkpoint, "_COMPACT_MIN_BYTES", 1)
-    monkeypatch.setattr(checkpoint, "_COMPACT_RATIO", 0.6)
-    chance = random.Random(0)
-    for kind in kinds:
-        kills.check(kind, times, chance)
