@@ -188,6 +188,7 @@ MODELS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"plan": "copy"}, "plan of 'user': 'rows' on rank 0, 'copy' on rank 1"),
     ({}, {"plan": {"user": "rows", "item": "tables"}}, "plan of 'item': 'rows' on rank 0, 'tables"),
     ({}, {"reduce": "sum"}, "reduce of 'user': mean on rank 0, sum on rank 1"),
+    ({}, {"wire": "int8"}, "wire: None on rank 0, int8 on rank 1"),
     ({}, {"order": "global"}, "order: fast on rank 0, global on rank 1"),
     ({}, {"plan": "row"}, ""),
 ]

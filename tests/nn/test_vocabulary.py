@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import sparsestep
+from sparsestep._native import ext
 from sparsestep.errors import InputError
 from sparsestep.nn import Vocabulary
 from sparsestep.nn.vocabulary import PreparedLookup
@@ -21,7 +22,7 @@ from tests.table import FEW, Variant, same_bits
 
 np: Any = pytest.importorskip("numpy")
 
-pytestmark = pytest.mark.usefixtures("needs_extension")
+pytestmark = pytest.mark.skipif(ext is None, reason="the extension is not installed")
 
 
 DECAYING = Variant(sparsestep.AdamW, {"weight_decay": 0.1})
