@@ -28,7 +28,8 @@ PAIRS = (
     *("step in backward/line", "lookup: tracked/allocation", "grow/allocation"),
     *("load_state_dict/line", "vocabulary: lru/line", "mapped step/allocation"),
     *("train and save: evicting/kill", "load/kill", "ranks: step/allocation", "ranks: load/line"),
-    "ranks: clip/line",
+    *("ranks: clip/line", "ranks: lookup/line", "ranks: lookup of large messages/allocation"),
+    *("ranks: step on copies/line", "ranks: step of large messages/allocation"),
 )
 
 

@@ -328,8 +328,8 @@ def test_crafted_manifests(saved: Saved, count: int):
     saved.fresh()
     chance, refused = random.Random(0), 0
     places = [at for at in paths_of(saved.manifest) if at and at != ("crc",)]
-    for _ in range(count):
-        at = chance.choice(places)
+    fields = [at for at in places if len(at) == 1]
+    for at in (*chance.choices(places, k=count), *chance.choices(fields, k=count)):
         content = crafted(saved.manifest, at, chance)
         saved.write_manifest(content)
         if saved.must_refuse(at, content):
