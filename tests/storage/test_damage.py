@@ -345,19 +345,19 @@ def test_crafted_manifests(saved: Saved, count: int):
     assert refused > 0.45 * count
 
 
-OUTSIDE = ["../other", "/etc/passwd", "a/../x", "x\0", ".", "..", "", "a\\b.distcp", "C:x.distcp"]
+OUTSIDE = ["/etc/passwd", ".", "..", "", "a\\b.distcp", "C:x.distcp"]
 
 
 def test_paths_stay_inside_the_folder(saved: Saved):
-    folder = saved.fresh()
-    (folder.parent / "other").write_bytes(b"outside")
-    text = json.dumps(saved.manifest)
+    folder, text = saved.fresh(), json.dumps(saved.manifest)
     for old in saved.names:
-        for name in OUTSIDE if json.dumps(old) in text else ():
-            saved.write_manifest(json.loads(text.replace(json.dumps(old), json.dumps(name))))
-            saved.check_refused(name, saved.kinds[-1])
-            saved.check_no_save()
-    assert (folder.parent / "other").read_bytes() == b"outside"
+        shutil.copy(folder / old, folder.parent)  # so that it is there
+        for name in (*OUTSIDE, f"../{old}", f"{old}/../{old}", f"{old}\0"):
+            if json.dumps(old) in text:
+                saved.write_manifest(json.loads(text.replace(json.dumps(old), json.dumps(name))))
+                saved.check_refused(name, saved.kinds[-1])
+                saved.check_no_save()
+        (folder.parent / old).unlink()
 
 
 class Exploit:
