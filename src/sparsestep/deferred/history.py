@@ -11,7 +11,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -254,7 +254,7 @@ def catch_up_native(
     current; ``None`` if the core declines and nothing has changed.
     """
     if torch.compiler.is_compiling():  # the core stays outside graphs
-        return _uncompiled(deferred, param, state, rows)
+        return cast("int | None", _uncompiled(deferred, param, state, rows))
     history, rule, idle = deferred.history, deferred.rule, deferred.history.idle_update
     if ext is None or not param.is_cpu or idle.native not in _IDLE_UPDATES:
         return None

@@ -287,8 +287,9 @@ class DeferredRows:
             return
         warn_once(
             StaleWarning,
-            "a parameter was modified while updates of some rows were deferred (semantics='dense'), by "
-            "another optimizer or by your own code, so the new values come from outdated ones. "
+            "a parameter was modified while updates of some rows were deferred "
+            "(semantics='dense'), by another optimizer or by your own code, so the new values "
+            "come from outdated ones. "
             "Call optimizer.catch_up() first, or optimizer.track(model, guard=True) once.",
         )
 

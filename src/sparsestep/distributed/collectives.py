@@ -281,7 +281,9 @@ class PostedReceives:
 
     def _split(self, tensor: Tensor, sizes: list[int] | None) -> Sequence[Tensor]:
         data = _as_bytes(tensor)
-        return data.split(len(data) // (len(self._peers) + 1) if sizes is None else sizes)
+        size = len(data) // (len(self._peers) + 1)
+        pieces: Sequence[Tensor] = data.split(size if sizes is None else sizes)
+        return pieces
 
 
 _num_collectives: Counter[str] = Counter()  # by the name of their process group
