@@ -109,7 +109,7 @@ class StepCosts:
             + _CPU_MEGABYTE * sent / 1e6
         )
         self.network: float = 8e3 * sent / (network * 1e9)
-        # Gloo takes two delays for a collective, unless receives are posted in advance.
+        # Gloo takes two delays for a collective, unless receives of small messages are posted.
         delays = 1 if plan.world_size <= MAX_POSTED_RANKS else 2
         self.latency: float = _COLLECTIVES * delays * latency / 1e3
 

@@ -385,7 +385,8 @@ class TableGroup:
             self._rooms.pop(self._before, None)
             return
         room = self._rooms.get(self._before, empty)
-        self._rooms[self._before] = certain(lambda: room.after(outgoing, incoming))
+        most = certain(lambda: torch.tensor(max_bytes))
+        self._rooms[self._before] = certain(lambda: room.after(outgoing, incoming, most))
 
     def exchange_counts(
         self,

@@ -35,8 +35,10 @@ MAX_MESSAGE_BYTES = 64 << 20
 # run out of memory, so ranks need not ask each other first whether they have any.
 _BUFFER_BYTES = 1 << 20
 _BUFFER_BYTES_PER_RANK = 64 << 10
-# With more ranks, a Python object for each message takes longer than the network.
+# With more ranks, a Python object for each message takes longer than the network. While a larger
+# message is sent, the thread of gloo that receives spins.
 MAX_POSTED_RANKS = 16
+_POSTED_BYTES = 64 << 10
 _POSTED = 2  # exchanges whose receives are posted
 _FIRST_TAG = 1 << 24
 
@@ -171,10 +173,11 @@ class Room(NamedTuple):
 
     outgoing: Tensor
     incoming: Tensor
+    most: Tensor  # at least all of these on any rank, and the same on all
 
-    def after(self, outgoing: Tensor, incoming: Tensor) -> Room:
+    def after(self, outgoing: Tensor, incoming: Tensor, most: Tensor) -> Room:
         """Room for messages like those that were just sent: an eighth more, and less in time."""
-        pairs = zip(self, (outgoing, incoming), strict=True)
+        pairs = zip(self, (outgoing, incoming, most), strict=True)
         found = [torch.maximum(size + size // 8 + 64, old - old // 16) for old, size in pairs]
         return Room(*found)
 
@@ -184,7 +187,7 @@ class Envelope:
 
     def __init__(self, collectives: Collectives, row_bytes: int, room: Room) -> None:
         self._collectives, self._row_bytes, self._room = collectives, row_bytes, room
-        self._sizes = [each + row_bytes for each in room]
+        self._sizes = [each + row_bytes for each in (room.outgoing, room.incoming)]
         for each in self._sizes:
             each[collectives.rank] = row_bytes  # what a rank has for itself is not sent
         ends = [each.cumsum(0) for each in self._sizes]
@@ -208,7 +211,8 @@ class Envelope:
         found = certain(lambda: torch.empty_like(rows))
         certain(lambda: pack([rows], size, -1, self._begins[0], self._sent))
         lengths = certain(lambda: [each.tolist() for each in self._sizes])
-        self._collectives.exchange_bytes(self._sent, self._received, *lengths, is_small=True)
+        most = self._row_bytes + certain(lambda: int(self._room.most))
+        self._collectives.exchange_bytes(self._sent, self._received, *lengths, max_bytes=most)
         received = Messages(self._received, self._begins[1], size, -1, [rows], size)
         certain(lambda: unpack(received, [found]))
         return found
@@ -307,7 +311,7 @@ class Collectives:
         name = str(self.group.group_name)
         tag = _FIRST_TAG + _num_collectives[name]
         _num_collectives[name] += 1
-        return PostedReceives(self.group, tag, len(self._outgoing) // self.world_size)
+        return PostedReceives(self.group, tag, _POSTED_BYTES)
 
     def _allocate_buffers(self) -> None:
         size = max(_BUFFER_BYTES, _BUFFER_BYTES_PER_RANK * self.world_size)
@@ -323,7 +327,8 @@ class Collectives:
         """Room beside a row; ``None`` if messages are too large. All ranks pass the same."""
         if self.world_size == 1 or not self._fits_buffers(row_bytes + 64 + 2 * max_bytes):
             return None
-        return Room(*torch.zeros(2, self.world_size, dtype=torch.int64))
+        none = torch.zeros(self.world_size, dtype=torch.int64)
+        return Room(none, none, torch.tensor(0))
 
     def all_to_all_rows(self, outgoing: Tensor) -> Tensor:
         """Send row ``r`` of a matrix to rank ``r``; get a row from each."""
@@ -331,7 +336,7 @@ class Collectives:
             return outgoing
         incoming = certain(lambda: torch.empty_like(outgoing))
         row_bytes = outgoing.nbytes // self.world_size
-        self.exchange_bytes(outgoing, incoming, is_small=self._fits_buffers(row_bytes))
+        self.exchange_bytes(outgoing, incoming, max_bytes=row_bytes)
         return incoming
 
     def exchange_bytes(
@@ -341,15 +346,15 @@ class Collectives:
         outgoing_sizes: list[int] | None = None,
         incoming_sizes: list[int] | None = None,
         *,
-        is_small: bool = False,
+        max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """Send bytes to all ranks; without sizes, equally many.
 
-        ``is_small``, the same on all ranks, says that messages fit into buffers.
+        No rank sends another more than ``max_bytes``, the same on all ranks.
         """
         sizes = (incoming_sizes, outgoing_sizes)
         try:
-            if is_small and self.posted is not None:
+            if self.posted is not None and max_bytes <= _POSTED_BYTES:
                 self.posted.exchange(outgoing, incoming, outgoing_sizes, incoming_sizes)
             else:
                 dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group)
@@ -382,7 +387,7 @@ class Collectives:
         if self.world_size == 1:
             own, begins, buffer = outgoing(), incoming_sizes.new_zeros(1), self._incoming
         elif self._fits_buffers(max_bytes):
-            own, begins = self._send_small(outgoing, outgoing_sizes, incoming_sizes)
+            own, begins = self._send_small(outgoing, outgoing_sizes, incoming_sizes, max_bytes)
             buffer = self._incoming
         else:
             sizes = outgoing_sizes, incoming_sizes
@@ -401,7 +406,11 @@ class Collectives:
         return found
 
     def _send_small(
-        self, outgoing: Callable[[], Sections], outgoing_sizes: Tensor, incoming_sizes: Tensor
+        self,
+        outgoing: Callable[[], Sections],
+        outgoing_sizes: Tensor,
+        incoming_sizes: Tensor,
+        max_bytes: int,
     ) -> tuple[Sections, Tensor]:
         """Each message ends with the status of its sender; no memory is needed to get that far."""
         sent_sizes = certain(lambda: self._message_sizes(outgoing_sizes) + 1)
@@ -417,7 +426,7 @@ class Collectives:
         status = status_of(caught.error)
         certain(lambda: sent.index_fill_(0, sent_ends - 1, status))
         sizes = certain(lambda: (sent_sizes.tolist(), received_sizes.tolist()))
-        self.exchange_bytes(sent, received, *sizes, is_small=True)
+        self.exchange_bytes(sent, received, *sizes, max_bytes=max_bytes + 1)
         raise_failure(certain(lambda: received[received_ends - 1].tolist()), caught.error)
         return own, certain(lambda: received_ends - received_sizes)
 
@@ -555,7 +564,7 @@ class HostCollectives(Collectives):
         outgoing_sizes: list[int] | None = None,
         incoming_sizes: list[int] | None = None,
         *,
-        is_small: bool = False,
+        max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """See :class:`Collectives`."""
         try:
