@@ -128,7 +128,11 @@ def test_a_rank_that_cannot_receive_does_not_agree(rank: Rank):
     table = torch.nn.Embedding(6, 2)
     sparsestep.distributed.shard(table, plan="rows")
     optimizer = sparsestep.SGD(table.parameters(), lr=0.1)
-    table(torch.arange(6)).sum().backward()
+    for step in range(WARM):
+        table(torch.arange(6)).sum().backward()
+        if step < WARM - 1:
+            optimizer.step()
+            optimizer.zero_grad()
     before = table.weight.detach().clone()
     posted = vars(table)["sharding"].collectives.posted
     if rank.is_last:  # for the exchange in which ranks agree
@@ -136,6 +140,8 @@ def test_a_rank_that_cannot_receive_does_not_agree(rank: Rank):
     with pytest.raises(RuntimeError, match="could not receive" if rank.is_last else "Timed out"):
         optimizer.step()
     assert same_bits(table.weight.detach(), before)
+    with pytest.raises(RuntimeError, match="must not lose each other"):
+        optimizer.step()
 
 
 @ranks(8)

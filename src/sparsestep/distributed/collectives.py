@@ -22,7 +22,7 @@ from torch import Tensor
 from sparsestep._native import ext
 from sparsestep._torch import group_timeout, stack
 from sparsestep.engines.base import certain
-from sparsestep.errors import InputError, is_out_of_memory
+from sparsestep.errors import InputError, is_out_of_memory, message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -285,7 +285,9 @@ class PostedReceives:
 
     def _split(self, tensor: Tensor, sizes: list[int] | None) -> Sequence[Tensor]:
         data = _as_bytes(tensor)
-        return data.split(len(data) // (len(self._peers) + 1) if sizes is None else sizes)
+        given = len(data) // (len(self._peers) + 1) if sizes is None else sizes
+        found: Sequence[Tensor] = data.split(given)
+        return found
 
 
 _num_collectives: Counter[str] = Counter()  # by the name of their process group
@@ -352,6 +354,7 @@ class Collectives:
 
         No rank sends another more than ``max_bytes``, the same on all ranks.
         """
+        self.check_not_lost()
         sizes = (incoming_sizes, outgoing_sizes)
         try:
             if self.posted is not None and max_bytes <= _POSTED_BYTES:
@@ -361,6 +364,13 @@ class Collectives:
         except BaseException:
             self.is_lost = True
             raise
+
+    def check_not_lost(self) -> None:
+        """Raise if an exchange has failed half-way: others may be at another one."""
+        if self.is_lost:
+            requirement = "ranks that share tables must not lose each other"
+            remedy = "Restart all ranks from a checkpoint"
+            raise RuntimeError(message(requirement, "an exchange that failed before", remedy))
 
     def check(self, error: BaseException | None, number: int = 0) -> list[int]:
         """The numbers of all ranks; raises on every rank if one has an error."""
@@ -483,9 +493,9 @@ class Collectives:
 
     def all_gather_texts(self, text: str) -> list[str]:
         """The texts of all ranks."""
-        message = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        counts = self.check(None, len(message))
-        whole = self.all_gather(message, torch.tensor(counts))
+        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        counts = self.check(None, len(mine))
+        whole = self.all_gather(mine, torch.tensor(counts))
         return [bytes(each.tolist()).decode() for each in whole.split(counts)]
 
     def scatter_rows(self, rows: Tensor, ranks: Tensor) -> ScatteredRows:
@@ -567,6 +577,7 @@ class HostCollectives(Collectives):
         max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """See :class:`Collectives`."""
+        self.check_not_lost()
         try:
             given = certain(lambda: _as_bytes(outgoing))
             found = certain(lambda: _as_bytes(incoming))
