@@ -385,8 +385,7 @@ class TableGroup:
             self._rooms.pop(self._before, None)
             return
         room = self._rooms.get(self._before, empty)
-        most = certain(lambda: torch.tensor(max_bytes))
-        self._rooms[self._before] = certain(lambda: room.after(outgoing, incoming, most))
+        self._rooms[self._before] = certain(lambda: room.after(outgoing, incoming))
 
     def exchange_counts(
         self,

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +19,7 @@ from torch import Tensor
 from sparsestep._native import ext
 from sparsestep._torch import group_timeout, stack
 from sparsestep.engines.base import certain
-from sparsestep.errors import InputError, is_out_of_memory, message
+from sparsestep.errors import InputError, is_out_of_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,12 +32,6 @@ MAX_MESSAGE_BYTES = 64 << 20
 # run out of memory, so ranks need not ask each other first whether they have any.
 _BUFFER_BYTES = 1 << 20
 _BUFFER_BYTES_PER_RANK = 64 << 10
-# With more ranks, a Python object for each message takes longer than the network. While a larger
-# message is sent, the thread of gloo that receives spins.
-MAX_POSTED_RANKS = 16
-_POSTED_BYTES = 64 << 10
-_POSTED = 2  # exchanges whose receives are posted
-_FIRST_TAG = 1 << 24
 
 # Status of a rank, and how the others describe it.
 _OK, _REJECTED, _MEMORY, _INTERRUPTED, _OTHER = range(5)
@@ -173,11 +164,10 @@ class Room(NamedTuple):
 
     outgoing: Tensor
     incoming: Tensor
-    most: Tensor  # at least all of these on any rank, and the same on all
 
-    def after(self, outgoing: Tensor, incoming: Tensor, most: Tensor) -> Room:
+    def after(self, outgoing: Tensor, incoming: Tensor) -> Room:
         """Room for messages like those that were just sent: an eighth more, and less in time."""
-        pairs = zip(self, (outgoing, incoming, most), strict=True)
+        pairs = zip(self, (outgoing, incoming), strict=True)
         found = [torch.maximum(size + size // 8 + 64, old - old // 16) for old, size in pairs]
         return Room(*found)
 
@@ -187,7 +177,7 @@ class Envelope:
 
     def __init__(self, collectives: Collectives, row_bytes: int, room: Room) -> None:
         self._collectives, self._row_bytes, self._room = collectives, row_bytes, room
-        self._sizes = [each + row_bytes for each in (room.outgoing, room.incoming)]
+        self._sizes = [each + row_bytes for each in room]
         for each in self._sizes:
             each[collectives.rank] = row_bytes  # what a rank has for itself is not sent
         ends = [each.cumsum(0) for each in self._sizes]
@@ -211,8 +201,7 @@ class Envelope:
         found = certain(lambda: torch.empty_like(rows))
         certain(lambda: pack([rows], size, -1, self._begins[0], self._sent))
         lengths = certain(lambda: [each.tolist() for each in self._sizes])
-        most = self._row_bytes + certain(lambda: int(self._room.most))
-        self._collectives.exchange_bytes(self._sent, self._received, *lengths, max_bytes=most)
+        self._collectives.exchange_bytes(self._sent, self._received, *lengths)
         received = Messages(self._received, self._begins[1], size, -1, [rows], size)
         certain(lambda: unpack(received, [found]))
         return found
@@ -234,65 +223,6 @@ class ScatteredRows(NamedTuple):
     max_count: int  # most rows that any rank has sent another
 
 
-class PostedReceives:
-    """Small messages that take one delay of the network instead of two.
-
-    Gloo sends a message when the receiver has said that it is ready. So receives are posted two
-    exchanges before: one earlier would not be enough for exchanges that follow each other at once.
-    """
-
-    def __init__(self, group: ProcessGroup, tag: int, size: int) -> None:
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._tag, self._rank = group, tag, rank
-        self._peers = [peer for peer in range(world_size) if peer != rank]
-        buffers = torch.empty(_POSTED, world_size, size, dtype=torch.uint8)
-        self._buffers = [list(each.unbind()) for each in buffers]
-        self.works: list[list[Any]] = [[] for _ in buffers]  # by turn
-        self.turn: int = 0  # of the next exchange
-        for turn in range(_POSTED):
-            self._post(turn)
-
-    def _post(self, turn: int) -> None:
-        """Post receives. If it fails, the exchange that needs them does, before it sends."""
-        works = self.works[turn]
-        works.clear()
-        with suppress(Exception):
-            for peer in self._peers:
-                works.append(self._group.recv([self._buffers[turn][peer]], peer, self._tag))
-
-    def exchange(
-        self,
-        outgoing: Tensor,
-        incoming: Tensor,
-        outgoing_sizes: list[int] | None,
-        incoming_sizes: list[int] | None,
-    ) -> None:
-        """Send bytes to all ranks, without sizes equally many, and no more than fit."""
-        turn, rank = self.turn, self._rank
-        sent = certain(lambda: self._split(outgoing, outgoing_sizes))
-        received = certain(lambda: self._split(incoming, incoming_sizes))
-        if len(self.works[turn]) < len(self._peers):
-            raise RuntimeError("torch.distributed could not receive a message")
-        works = [self._group.send([sent[peer]], peer, self._tag) for peer in self._peers]
-        certain(lambda: received[rank].copy_(sent[rank]))
-        for peer, work in zip(self._peers, self.works[turn], strict=True):
-            work.wait()
-            certain(partial(_copy_start, self._buffers[turn][peer], received[peer]))
-        for work in works:
-            work.wait()
-        self._post(turn)
-        self.turn = (turn + 1) % _POSTED
-
-    def _split(self, tensor: Tensor, sizes: list[int] | None) -> Sequence[Tensor]:
-        data = _as_bytes(tensor)
-        given = len(data) // (len(self._peers) + 1) if sizes is None else sizes
-        found: Sequence[Tensor] = data.split(given)
-        return found
-
-
-_num_collectives: Counter[str] = Counter()  # by the name of their process group
-
-
 class Collectives:
     """The ranks of a process group; without one, this process alone."""
 
@@ -304,16 +234,6 @@ class Collectives:
         self.rank: int = 0 if group is None else dist.get_rank(group)
         self.world_size: int = 1 if group is None else dist.get_world_size(group)
         self._allocate_buffers()
-        self.posted: PostedReceives | None = self._post_receives()
-
-    def _post_receives(self) -> PostedReceives | None:
-        if self.group is None or not 1 < self.world_size <= MAX_POSTED_RANKS:
-            return None
-        # Several of these may share a group. All ranks make them in the same order.
-        name = str(self.group.group_name)
-        tag = _FIRST_TAG + _num_collectives[name]
-        _num_collectives[name] += 1
-        return PostedReceives(self.group, tag, _POSTED_BYTES)
 
     def _allocate_buffers(self) -> None:
         size = max(_BUFFER_BYTES, _BUFFER_BYTES_PER_RANK * self.world_size)
@@ -329,16 +249,14 @@ class Collectives:
         """Room beside a row; ``None`` if messages are too large. All ranks pass the same."""
         if self.world_size == 1 or not self._fits_buffers(row_bytes + 64 + 2 * max_bytes):
             return None
-        none = torch.zeros(self.world_size, dtype=torch.int64)
-        return Room(none, none, torch.tensor(0))
+        return Room(*torch.zeros(2, self.world_size, dtype=torch.int64))
 
     def all_to_all_rows(self, outgoing: Tensor) -> Tensor:
         """Send row ``r`` of a matrix to rank ``r``; get a row from each."""
         if self.world_size == 1:
             return outgoing
         incoming = certain(lambda: torch.empty_like(outgoing))
-        row_bytes = outgoing.nbytes // self.world_size
-        self.exchange_bytes(outgoing, incoming, max_bytes=row_bytes)
+        self.exchange_bytes(outgoing, incoming)
         return incoming
 
     def exchange_bytes(
@@ -347,30 +265,14 @@ class Collectives:
         incoming: Tensor,
         outgoing_sizes: list[int] | None = None,
         incoming_sizes: list[int] | None = None,
-        *,
-        max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """Send bytes to all ranks; without sizes, equally many.
-
-        No rank sends another more than ``max_bytes``, the same on all ranks.
-        """
-        self.check_not_lost()
+        """Send bytes to all ranks; without sizes, equally many."""
         sizes = (incoming_sizes, outgoing_sizes)
         try:
-            if self.posted is not None and max_bytes <= _POSTED_BYTES:
-                self.posted.exchange(outgoing, incoming, outgoing_sizes, incoming_sizes)
-            else:
-                dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group)
+            dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group)
         except BaseException:
             self.is_lost = True
             raise
-
-    def check_not_lost(self) -> None:
-        """Raise if an exchange has failed half-way: others may be at another one."""
-        if self.is_lost:
-            requirement = "ranks that share tables must not lose each other"
-            remedy = "Restart all ranks from a checkpoint"
-            raise RuntimeError(message(requirement, "an exchange that failed before", remedy))
 
     def check(self, error: BaseException | None, number: int = 0) -> list[int]:
         """The numbers of all ranks; raises on every rank if one has an error."""
@@ -397,7 +299,7 @@ class Collectives:
         if self.world_size == 1:
             own, begins, buffer = outgoing(), incoming_sizes.new_zeros(1), self._incoming
         elif self._fits_buffers(max_bytes):
-            own, begins = self._send_small(outgoing, outgoing_sizes, incoming_sizes, max_bytes)
+            own, begins = self._send_small(outgoing, outgoing_sizes, incoming_sizes)
             buffer = self._incoming
         else:
             sizes = outgoing_sizes, incoming_sizes
@@ -416,11 +318,7 @@ class Collectives:
         return found
 
     def _send_small(
-        self,
-        outgoing: Callable[[], Sections],
-        outgoing_sizes: Tensor,
-        incoming_sizes: Tensor,
-        max_bytes: int,
+        self, outgoing: Callable[[], Sections], outgoing_sizes: Tensor, incoming_sizes: Tensor
     ) -> tuple[Sections, Tensor]:
         """Each message ends with the status of its sender; no memory is needed to get that far."""
         sent_sizes = certain(lambda: self._message_sizes(outgoing_sizes) + 1)
@@ -436,7 +334,7 @@ class Collectives:
         status = status_of(caught.error)
         certain(lambda: sent.index_fill_(0, sent_ends - 1, status))
         sizes = certain(lambda: (sent_sizes.tolist(), received_sizes.tolist()))
-        self.exchange_bytes(sent, received, *sizes, max_bytes=max_bytes + 1)
+        self.exchange_bytes(sent, received, *sizes)
         raise_failure(certain(lambda: received[received_ends - 1].tolist()), caught.error)
         return own, certain(lambda: received_ends - received_sizes)
 
@@ -493,9 +391,9 @@ class Collectives:
 
     def all_gather_texts(self, text: str) -> list[str]:
         """The texts of all ranks."""
-        mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        counts = self.check(None, len(mine))
-        whole = self.all_gather(mine, torch.tensor(counts))
+        message = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        counts = self.check(None, len(message))
+        whole = self.all_gather(message, torch.tensor(counts))
         return [bytes(each.tolist()).decode() for each in whole.split(counts)]
 
     def scatter_rows(self, rows: Tensor, ranks: Tensor) -> ScatteredRows:
@@ -564,20 +462,14 @@ class HostCollectives(Collectives):
         pairs = [(m, o) for _, o, m in received]
         self._received = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t()
 
-    def _post_receives(self) -> None:
-        """None: they would connect all ranks."""
-
     def exchange_bytes(
         self,
         outgoing: Tensor,
         incoming: Tensor,
         outgoing_sizes: list[int] | None = None,
         incoming_sizes: list[int] | None = None,
-        *,
-        max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """See :class:`Collectives`."""
-        self.check_not_lost()
         try:
             given = certain(lambda: _as_bytes(outgoing))
             found = certain(lambda: _as_bytes(incoming))
@@ -663,10 +555,6 @@ class HostCollectives(Collectives):
 def host_name() -> str:
     """The host as torchrun numbers it, or its name."""
     return os.environ.get("GROUP_RANK", "") + "@" + socket.gethostname()
-
-
-def _copy_start(buffer: Tensor, target: Tensor) -> None:
-    target.copy_(buffer[: len(target)])
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
