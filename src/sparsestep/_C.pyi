@@ -83,7 +83,7 @@ class _NativeStep:
         state: dict[Tensor, Any],
         addresses: dict[int, tuple[Any, ...]],
         threads: int,
-        deferred: list[tuple[Tensor, Tensor | None, int]],
+        deferred: list[tuple[Tensor, Tensor | None, int, int]],
     ) -> bool: ...
     def prepare(self, threads: int) -> tuple[Any, int, int, int] | None: ...
     def commit(self) -> None: ...
@@ -280,6 +280,7 @@ class Core(Protocol):
         page_bytes: int,
         file: int,
         known: Tensor,
+        threads: int,
     ) -> int: ...
     def prefetch_rows(
         self,
@@ -302,6 +303,7 @@ class Core(Protocol):
         orders: tuple[int, ...],
         heads: int,
         seed: int,
+        weight: Tensor,
         rows: int,
         is_split: bool,
         threads: int,

@@ -267,12 +267,16 @@ class Collectives:
         incoming_sizes: list[int] | None = None,
     ) -> None:
         """Send bytes to all ranks; without sizes, equally many."""
-        sizes = (incoming_sizes, outgoing_sizes)
         try:
-            dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group)
+            self._exchange_bytes(outgoing, incoming, outgoing_sizes, incoming_sizes)
         except BaseException:
             self.is_lost = True
             raise
+
+    def _exchange_bytes(
+        self, outgoing: Tensor, incoming: Tensor, sent: list[int] | None, received: list[int] | None
+    ) -> None:
+        dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
 
     def check(self, error: BaseException | None, number: int = 0) -> list[int]:
         """The numbers of all ranks; raises on every rank if one has an error."""
@@ -462,22 +466,13 @@ class HostCollectives(Collectives):
         pairs = [(m, o) for _, o, m in received]
         self._received = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t()
 
-    def exchange_bytes(
-        self,
-        outgoing: Tensor,
-        incoming: Tensor,
-        outgoing_sizes: list[int] | None = None,
-        incoming_sizes: list[int] | None = None,
+    def _exchange_bytes(
+        self, outgoing: Tensor, incoming: Tensor, sent: list[int] | None, received: list[int] | None
     ) -> None:
-        """See :class:`Collectives`."""
-        try:
-            given = certain(lambda: _as_bytes(outgoing))
-            found = certain(lambda: _as_bytes(incoming))
-            sizes = certain(lambda: self._sizes(given, outgoing_sizes, incoming_sizes))
-            self._exchange(given, found, sizes)
-        except BaseException:
-            self.is_lost = True
-            raise
+        given = certain(lambda: _as_bytes(outgoing))
+        found = certain(lambda: _as_bytes(incoming))
+        sizes = certain(lambda: self._sizes(given, sent, received))
+        self._exchange(given, found, sizes)
 
     def _sizes(
         self, outgoing: Tensor, sent: list[int] | None, received: list[int] | None
