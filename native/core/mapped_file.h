@@ -66,7 +66,7 @@ inline bool knows_all(const FileRows& of, const uint8_t* known, int threads) {
     return all;
 }
 
-// The pages of these rows that the map does not know, in order, neighbours together.
+// Runs of adjacent pages with these rows that the map does not know, in order.
 inline std::vector<PageRun> unknown_pages(const FileRows& of, const uint8_t* known) {
     std::vector<int64_t> found;
     each_unknown_page(of, known, 0, of.entries, [&](int64_t page) { found.push_back(page); });
