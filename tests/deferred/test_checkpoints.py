@@ -20,7 +20,7 @@ from tests.deferred.runs import (
     on_both_engines,
     standard,
 )
-from tests.table import running_on, same_bits
+from tests.table import running_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = KINDS[0]
@@ -82,21 +82,3 @@ def test_a_run_is_resumed_with_the_same_bits(engine: str, how: str):
             run.train(one, its, range(10, 20))
             one.catch_up()
     assert_same_bits(kept(again, other), kept(opt, param))
-
-
-def test_loading_forgets_what_was_missed_before():
-    """The checkpoint is current: rows do not catch up with steps that came after it."""
-    run = standard(40)
-    param = run.param()
-    opt = ADAMW([param], semantics="dense")
-    run.train(opt, param, range(20))
-    saved, weight = copy.deepcopy(opt.state_dict()), param.detach().clone()
-    run.train(opt, param, range(20, 30))
-    with torch.no_grad():
-        param.copy_(weight)
-    opt.load_state_dict(saved)
-    opt.catch_up()
-    assert same_bits(param.detach(), weight)
-    run.train(opt, param, range(20, 40))
-    opt.catch_up()
-    assert_close(kept(opt, param), dense_run(ADAMW, run))

@@ -20,7 +20,7 @@ Parameters, gradients and garbage come from `tests/generate`, the numbers of a s
 | `cases.py`, `__main__.py` | seed to case, and the command |
 
 What needs no program of several steps is left to other tests: modules and clipping beside torch's
-(`tests/nn`, `tests/grads`), formulas of users (`tests/engines/test_programs.py`), and calls with one
-argument that makes no sense (`tests/properties/test_refusals.py`). Those with hypothesis draw at
-random, too, with `SPARSESTEP_HYPOTHESIS=fuzz`.
+(`tests/nn`, `tests/grads`), formulas of users (`tests/engines/test_programs.py`), and calls with
+one argument that makes no sense (`tests/properties/test_refusals.py`). Those with hypothesis draw
+at random, too, with `SPARSESTEP_HYPOTHESIS=fuzz`.
 """

@@ -63,12 +63,12 @@ assert grown < 16, f"{grown} MiB"  # the moments of all rows would be 1,172
 assert param[mask].max() < -0.2
 
 warnings.simplefilter("ignore")
-shape = torch.Size([2**17, 2**14])  # 4 GB for each tensor, were it touched
+shape = torch.Size([2**17, 2**15])  # 8 GB for each tensor, were it touched
 param, state = (lazy.zeros(shape, torch.float16, cpu) for _ in range(2))
-rows, columns = torch.arange(7, 2**17, 2**14), torch.arange(5, 2**14, 2**11)
+rows, columns = torch.arange(7, 2**17, 2**14), torch.arange(5, 2**15, 2**12)
 values = torch.ones(8, dtype=torch.float16)
 down = torch.zeros(2**17 + 1, dtype=torch.int64).index_fill_(0, rows + 1, 1).cumsum(0)
-across = torch.zeros(2**14 + 1, dtype=torch.int64).index_fill_(0, columns + 1, 1).cumsum(0)
+across = torch.zeros(2**15 + 1, dtype=torch.int64).index_fill_(0, columns + 1, 1).cumsum(0)
 csr = torch.sparse_csr_tensor(down, columns, values, shape)
 blocks = values[:, None, None].repeat(1, 1, 2)
 grads = {
@@ -77,7 +77,7 @@ grads = {
     "csc": torch.sparse_csc_tensor(across, rows, values, shape),
     "bsr": torch.sparse_bsr_tensor(down, columns // 2, blocks, shape),
     "masked": torch.masked.masked_tensor(csr, csr.bool()),
-    "indexed": sparsestep.IndexedGrad(rows * 2**14 + columns, values, 2**31, 1),
+    "indexed": sparsestep.IndexedGrad(rows * 2**15 + columns, values, 2**32, 1),
 }
 sums = torch.zeros(2**17)
 before = resident()

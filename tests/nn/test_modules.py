@@ -219,19 +219,6 @@ def test_anomaly_detection(ours: Any, theirs: Any):
 
 
 @each_kind
-def test_masks(ours: Any, theirs: Any):
-    def run(kind: Any) -> Iterable[Tensor]:
-        table = kind(10, 3, sparse=True)
-        rows = torch.arange(10) % 2 == 0
-        optimizer = sparsestep.Adam([{"params": [table.weight], "mask": rows}])
-        table(IDS).sin().sum().backward()
-        optimizer.step()
-        return [table.weight]
-
-    assert_same(ours, theirs, run)
-
-
-@each_kind
 def test_autocast_does_as_torch(ours: Any, theirs: Any):
     table = ours(10, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):

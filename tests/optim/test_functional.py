@@ -161,25 +161,6 @@ def test_checkpoints_and_pickles_go_on(cls: Any, options: dict[str, Any]):
         assert getattr(again, "optimizer", again).engine == "reference"
 
 
-@pytest.mark.parametrize("step", [3, torch.tensor(3.0)])
-@pytest.mark.parametrize("is_coo", [True, False])
-def test_a_repeated_call_has_the_bits_of_the_first(step: int | Tensor, is_coo: bool):
-    """The core runs it by itself; tests/properties/test_refusals.py has its checks."""
-    rows, values = torch.tensor([2, 0, 2]), torch.tensor([[1.0, -2.0], [0.5, 3.0], [0.1, 0.2]])
-    grad: Any = sparsestep.IndexedGrad(rows, values)
-    if is_coo:
-        grad = torch.sparse_coo_tensor(rows[None], values, (3, 2))
-    results = []
-    for _ in range(3):
-        tensors = [torch.ones(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)]
-        versions = [tensor._version for tensor in tensors]
-        sparsestep.functional.adam_(tensors[0], grad, *tensors[1:], step=step, lr=0.25)
-        assert all(t._version > v for t, v in zip(tensors, versions, strict=True))
-        results.append(tensors)
-    for repeated in results[1:]:
-        assert all(map(same_bits, repeated, results[0]))
-
-
 # Constructors
 
 
