@@ -1,4 +1,4 @@
-"""Hosts with addresses of their own: one is cut off, and the others go on from the checkpoint.
+"""A rank is killed, or a host is cut off: torchrun starts ranks again from the latest checkpoint.
 
 Each host is a network namespace. Making one takes iproute2 and the rights of an administrator.
 """
@@ -6,12 +6,14 @@ Each host is a network namespace. Making one takes iproute2 and the rights of an
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from tests.ranks import HAS_GLOO
 from tests.table import same_bits
 
 ROOT = Path(__file__).parents[2]
-HOSTS, STEPS, EVERY, CUT_BEFORE = 3, 8, 2, 6
+HOSTS, STEPS, EVERY, FAILS_BEFORE = 3, 8, 2, 6
 PORT, TIMEOUT = 29_511, 15  # seconds, until ranks notice that one is gone
 
 
@@ -36,7 +38,7 @@ def batch(step: int) -> Tensor:
     return whole.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else whole
 
 
-def train(folder: Path, *, is_cut_off: bool) -> None:
+def train(folder: Path, fail: Callable[[], object]) -> None:
     """Go on from the latest checkpoint; save after every other step."""
     torch.manual_seed(0)
     table = nn.Embedding(11, 4)
@@ -46,27 +48,87 @@ def train(folder: Path, *, is_cut_off: bool) -> None:
     first = max(done, default=0)
     if first:
         sparsestep.distributed.load(folder / str(first), table, optimizer)
+    saving = None
     for step in range(first + 1, STEPS + 1):
-        if is_cut_off and step == CUT_BEFORE:
-            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        if step == FAILS_BEFORE:
+            fail()
         optimizer.zero_grad()
         table(batch(step)).square().sum().backward()
         sparsestep.clip_grad_norm_(table.parameters(), 100.0)
         optimizer.step()
         if step % EVERY == 0:
-            sparsestep.distributed.save(folder / str(step), table, optimizer)
+            if saving is not None:
+                saving.result()
+            saving = sparsestep.distributed.async_save(folder / str(step), table, optimizer)
+    assert saving is not None
+    saving.result()
+
+
+def cut_off() -> None:
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 
 
 def main() -> None:
-    """One of the processes that torchrun starts."""
+    """One of the processes that torchrun starts: the last one fails in the first try."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
-    print(f"{os.environ['GROUP_WORLD_SIZE']} hosts\n", end="", flush=True)
-    is_first_try = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    is_last_host = os.environ["SPARSESTEP_TEST_HOST"] == str(HOSTS - 1)
-    train(Path(sys.argv[1]), is_cut_off=is_first_try and is_last_host)
+    ranks, tries = dist.get_world_size(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print(f"{ranks} ranks, restarts: {tries}\n", end="", flush=True)  # one write
+    host = os.environ.get("SPARSESTEP_TEST_HOST")
+    fail = partial(os.kill, os.getpid(), signal.SIGKILL) if host is None else cut_off
+    is_last = dist.get_rank() == ranks - 1 if host is None else host == str(HOSTS - 1)
+    train(Path(sys.argv[1]), fail if tries == "0" and is_last else lambda: None)
     dist.destroy_process_group()
+
+
+def started(
+    folder: Path, *options: str, before: tuple[str, ...] = (), **variables: str
+) -> subprocess.Popen[str]:
+    """Torchrun."""
+    command = [*before, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    command += [*options, "-m", "tests.distributed.test_hosts", str(folder)]
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            # Otherwise ranks that are started again find the addresses of those before them.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            **variables,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def assert_same_checkpoints(folder: Path) -> None:
+    """As those of one process that nothing has happened to."""
+    (folder / "whole").mkdir()
+    train(folder / "whole", lambda: None)
+    for step in range(EVERY, STEPS + 1, EVERY):
+        ours, theirs = (
+            sparsestep.distributed.consolidate(folder / each / str(step))
+            for each in ("failed", "whole")
+        )
+        assert same_bits(ours["model"]["weight"], theirs["model"]["weight"]), step
+        for name, value in theirs["optimizer"]["state"][0].items():
+            assert same_bits(ours["optimizer"]["state"][0][name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_GLOO, reason="needs gloo")
+def test_training_goes_on_after_a_rank_was_killed(tmp_path: Path):
+    (tmp_path / "failed").mkdir()
+    loopback = next((n for _, n in socket.if_nameindex() if n in ("lo", "lo0")), "lo")
+    options = ["2", "--max-restarts=1", "--standalone", "--local-addr=127.0.0.1"]
+    agent = started(tmp_path / "failed", *options, GLOO_SOCKET_IFNAME=loopback)
+    output, _ = agent.communicate(timeout=180)
+    assert agent.returncode == 0, output
+    assert output.count("2 ranks, restarts: 1") == 2
+    assert_same_checkpoints(tmp_path)
 
 
 @pytest.fixture
@@ -78,55 +140,35 @@ def hosts() -> Iterator[list[str]]:
         pytest.skip(str(error))
 
 
-def started(name: str, number: int, folder: Path) -> subprocess.Popen[str]:
-    """Torchrun on one host."""
-    command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
-    command += [f"--nnodes={HOSTS - 1}:{HOSTS}", "--nproc-per-node=1", "--max-restarts=3"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=test"]
-    command += ["--rdzv-conf=last_call_timeout=15,is_host=" + str(number == 0)]
-    command += [f"--local-addr=10.77.0.{number + 1}"]
-    command += ["-m", "tests.distributed.test_hosts", str(folder)]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
-            "SPARSESTEP_TEST_HOST": str(number),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_GLOO, reason="needs gloo")
 def test_training_goes_on_without_a_host_that_was_cut_off(tmp_path: Path, hosts: list[str]):
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "whole").mkdir()
-    agents = [started(name, number, tmp_path / "cut") for number, name in enumerate(hosts)]
+    (tmp_path / "failed").mkdir()
+    options = ["1", f"--nnodes={HOSTS - 1}:{HOSTS}", "--max-restarts=3", "--rdzv-backend=c10d"]
+    options += [f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=test"]
+    agents = [
+        started(
+            tmp_path / "failed",
+            *options,
+            f"--rdzv-conf=last_call_timeout=15,is_host={int(number == 0)}",
+            f"--local-addr=10.77.0.{number + 1}",
+            before=("ip", "netns", "exec", name),
+            GLOO_SOCKET_IFNAME="eth0",
+            SPARSESTEP_TEST_HOST=str(number),
+        )
+        for number, name in enumerate(hosts)
+    ]
     try:
         for agent in agents[:-1]:
             output, _ = agent.communicate(timeout=240)
             assert agent.returncode == 0, output
-            assert f"{HOSTS} hosts" in output
-            assert f"{HOSTS - 1} hosts" in output
+            assert f"{HOSTS} ranks" in output
+            assert f"{HOSTS - 1} ranks" in output
     finally:
         for agent in agents:
             agent.kill()
             agent.communicate()
-    train(tmp_path / "whole", is_cut_off=False)
-    for step in range(EVERY, STEPS + 1, EVERY):
-        ours, theirs = (
-            sparsestep.distributed.consolidate(tmp_path / each / str(step))
-            for each in ("cut", "whole")
-        )
-        assert same_bits(ours["model"]["weight"], theirs["model"]["weight"]), step
-        for name, value in theirs["optimizer"]["state"][0].items():
-            assert same_bits(ours["optimizer"]["state"][0][name], value), name
+    assert_same_checkpoints(tmp_path)
 
 
 @pytest.mark.slow

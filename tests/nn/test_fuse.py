@@ -291,27 +291,3 @@ def test_options_and_param_groups_can_be_passed():
     train_bags(model, optimizer, steps=1)
     assert not any(map(torch.equal, before, model.parameters()))
     assert int((table != before[0]).any(dim=1).sum()) <= 6
-
-
-def rounded(param: Any, grad: Any, *, lr: float) -> Any:
-    return (param - lr * grad).round()
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.AdamW, {}),
-        (sparsestep.AdamW([torch.zeros(1)]), {}),
-        (sparsestep.AdamW, {"lr": -1.0}),
-        (sparsestep.AdamW, {"semantics": "sparse"}),
-        (sparsestep.AdamW, {"params": [torch.zeros(1)]}),
-        (sparsestep.rule()(rounded), {"lr": 0.1}),
-    ],
-)
-def test_what_is_refused_leaves_the_model_alone(optimizer: Any, options: dict[str, Any]):
-    model = model_of()
-    before = list(map(type, model.modules()))
-    with pytest.raises(sparsestep.InputError):
-        optimizer_for(model, optimizer, **options)
-    assert list(map(type, model.modules())) == before
-    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -223,9 +223,19 @@ def test_four_bytes_of_state_per_row():
         model.zero_grad()
 
 
+def rounded(param: Any, grad: Any, *, lr: float) -> Any:
+    return (param - lr * grad).round()
+
+
 @pytest.mark.parametrize(
     "options",
     [
+        {"optimizer": torch.optim.AdamW},
+        {"optimizer": sparsestep.AdamW([torch.zeros(1)])},
+        {"optimizer": sparsestep.rule()(rounded), "lr": 0.1},
+        {"lr": -1.0},
+        {"semantics": "sparse"},
+        {"params": [torch.zeros(1)]},
         {"tables": torch.optim.Adam},
         {"tables": partial(torch.optim.Adam, lr=0.1)},
         {"tables": partial(sparsestep.Adam, 0.1)},
@@ -242,8 +252,10 @@ def test_four_bytes_of_state_per_row():
 def test_what_is_refused_leaves_the_model_alone(options: dict[str, Any]):
     model = LanguageModel()
     before = list(map(type, model.modules()))
+    optimizer, given = options.get("optimizer", sparsestep.AdamW), {**options}
+    given.pop("optimizer", None)
     with pytest.raises(sparsestep.InputError):
-        optimizer_for(model, sparsestep.AdamW, **options)
+        optimizer_for(model, optimizer, **given)
     assert list(map(type, model.modules())) == before
     assert not any(module._forward_pre_hooks for module in model.modules())
 
