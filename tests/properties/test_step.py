@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import sparsestep
 from tests.deferred.runs import assert_close, each_kind, kept, on_both_engines, room_for
 from tests.generate.cases import Case, cases, each_case
 from tests.generate.grads import Drawn, coo, strided
@@ -205,22 +207,40 @@ def test_copies_continue_with_the_same_bits(variant: Variant, case: Case):
             assert other.optimizer.engine == subject.optimizer.engine
 
 
-@on_each_engine(FEW)
-def test_bits_do_not_depend_on_how_many_share_a_large_step(variant: Variant, engine: str):
+ROUNDED = {"stochastic_rounding": True, "rounding_seed": 3}
+CODED = {"state_dtype": torch.int8, "rounding_seed": 1}
+# A rule, the dtype of the parameter, its columns, and options.
+LARGE = [
+    *((variant, torch.float32, 24, {}) for variant in FEW),
+    *(
+        (Variant(cls, {}), half, 8, {"state_dtype": half, **ROUNDED})
+        for cls in (sparsestep.SparseAdam, sparsestep.RowwiseAdagrad, sparsestep.Ftrl)
+        for half in (torch.bfloat16, torch.float16)
+    ),
+    *((Variant(sparsestep.Adam, {}), torch.float32, n, CODED) for n in (1, 64, 513, 1500)),
+]
+
+
+@pytest.mark.parametrize(("variant", "dtype", "columns", "more"), LARGE, ids=str)
+def test_bits_do_not_depend_on_how_many_share_a_large_step(
+    variant: Variant, dtype: torch.dtype, columns: int, more: dict[str, Any]
+):
     """Large enough for buckets, several chunks, a long chain and every thread."""
     generator = torch.Generator().manual_seed(0)
-    indices = torch.randint(0, 5000, (1, 40_000), generator=generator)
-    indices[0, torch.randint(0, 40_000, (15_000,), generator=generator)] = 4321
-    values = torch.randn(40_000, 24, generator=generator)
-    results = []
-    with running_on(engine) as name:
-        for threads in (1, 2, 3, 8):
+    count, rows = (40_000, 5_000) if columns < 64 else (700, 40)
+    indices = torch.randint(0, rows, (1, count), generator=generator)
+    indices[0, torch.randint(0, count, (count * 3 // 8,), generator=generator)] = rows - 7
+    values = torch.randn(count, columns, generator=generator).to(dtype)
+    for engines in ([*INSTRUCTION_SETS], ["reference"]):
+        results = []
+        for engine, threads in product(engines, (1, 2, 3, 8)):
             torch.set_num_threads(threads)
-            param = torch.nn.Parameter(torch.ones(5000, 24))
-            opt = variant([param], lr=0.1, engine=name)
-            param.grad = torch.sparse_coo_tensor(indices, values, param.shape)
-            opt.step()
-            opt.step()
+            param = torch.nn.Parameter(torch.ones(rows, columns, dtype=dtype))
+            with running_on(engine) as name:
+                opt = variant([param], lr=0.1, engine=name, **more)
+                param.grad = torch.sparse_coo_tensor(indices, values, param.shape)
+                opt.step()
+                opt.step()
             results.append([param.detach(), *state_tensors(opt)])
-    for other in results[1:]:
-        assert all(map(same_bits, results[0], other))
+        for other in results[1:]:
+            assert all(map(same_bits, results[0], other))
