@@ -8,6 +8,7 @@ instruction set that this machine has. ``EVERY`` also has rules that a user migh
 from __future__ import annotations
 
 import inspect
+import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -198,6 +199,14 @@ def running_on(engine: str) -> Iterator[str]:
         yield "native"
     finally:
         _native.use_instruction_set(before)
+
+
+def through_a_file(saved: Any, *, weights_only: bool = True) -> Any:
+    """What ``torch.load`` makes of what ``torch.save`` has written."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def randn(shape: tuple[int, ...], seed: int = 0) -> Tensor:

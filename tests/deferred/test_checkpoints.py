@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import sparsestep
-from tests.deferred.models import through_a_file
 from tests.deferred.runs import (
     KINDS,
     assert_close,
@@ -20,7 +19,7 @@ from tests.deferred.runs import (
     on_both_engines,
     standard,
 )
-from tests.table import running_on
+from tests.table import running_on, through_a_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = KINDS[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from itertools import product
 from typing import Any
@@ -24,6 +23,7 @@ from tests.table import (
     each_engine,
     running_on,
     same_bits,
+    through_a_file,
 )
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
@@ -238,12 +238,9 @@ def test_training_resumes_with_the_same_bits(engine: str, dtype: torch.dtype):
             train(straight, made(cls, straight), range(8))
             first = made(cls, changed)
             train(changed, first, range(4))
-            file = io.BytesIO()
-            torch.save(first.state_dict(), file)
-            file.seek(0)
             torch.manual_seed(2)
             again = made(cls, changed)
-            again.load_state_dict(torch.load(file, weights_only=True))
+            again.load_state_dict(through_a_file(first.state_dict()))
             train(changed, again, range(4, 8))
             train(others, made(cls, others), range(8))
         is_random = dtype.is_floating_point or cls is not sparsestep.SGD  # which has no state here

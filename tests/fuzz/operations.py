@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from threading import Thread
@@ -21,7 +20,7 @@ from tests.generate.grads import any_grad
 from tests.generate.params import any_options, any_param
 from tests.oracle import FindingError
 from tests.subject import NOT_NATIVE, Snapshot
-from tests.table import INSTRUCTION_SETS, same_bits
+from tests.table import INSTRUCTION_SETS, same_bits, through_a_file
 
 Operation = Callable[[World], None]
 
@@ -164,10 +163,7 @@ def round_trip(world: World) -> None:
     saved = world.front.state_dict()
     how = world.chance.pick(["itself", "torch.save", "copied"])
     if how == "torch.save":
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=False)
+        saved = through_a_file(saved, weights_only=False)
     elif how == "copied":
         saved = copy.deepcopy(saved)
     world.say(f"load_state_dict of its own state_dict, {how}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.grads.compact import CompactGrad
+from tests.table import through_a_file
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 OPTIMIZERS: dict[str, Any] = {
@@ -115,10 +115,7 @@ def copies(module: nn.Module) -> Iterator[nn.Module]:
     yield copy.deepcopy(module)
     yield pickle.loads(pickle.dumps(module))
     yield pickle.loads(pickle.dumps(module, protocol=0))
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    yield torch.load(file, weights_only=False)
+    yield through_a_file(module, weights_only=False)
 
 
 def plain(grad: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import warnings
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep.nn import NgramEmbedding, optimizer_for
 from tests.ranks import Rank, ranks
-from tests.table import same_bits
+from tests.table import same_bits, through_a_file
 from tests.torch_versions import needs_means_over_gloo
 
 TOKENS, DIM, ROWS = 30, 4, 101
@@ -161,10 +160,7 @@ def test_training_goes_on_from_a_checkpoint(how: str):
     else:
         saved = model.state_dict(), opt.state_dict()
         if how == "torch.save":
-            file = io.BytesIO()
-            torch.save(saved, file)
-            file.seek(0)
-            saved = torch.load(file)  # nothing but tensors and numbers
+            saved = through_a_file(saved)  # nothing but tensors and numbers
         other, resumed = made()
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])

@@ -24,7 +24,7 @@ from sparsestep import storage
 from sparsestep.grads import masks as masks_module
 from sparsestep.grads.masks import PackedMask
 from sparsestep.memory.lazy import SavedByRow, rows_in_use, saved_by_row, strided
-from tests.optim.own_rules import seeded, through_a_file
+from tests.optim.own_rules import seeded
 from tests.optim.test_int8 import LARGEST
 from tests.subject import refused
 from tests.table import (
@@ -40,6 +40,7 @@ from tests.table import (
     sm3_by_rows,
     state_of,
     state_tensors,
+    through_a_file,
 )
 from tests.torch_versions import loads_sparse_tensors
 

@@ -26,7 +26,7 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optim import OPTIMIZERS
 from sparsestep.optim.optimizer import RuleOptimizer
-from tests.optim.own_rules import seeded, through_a_file
+from tests.optim.own_rules import seeded
 from tests.subject import refused
 from tests.table import (
     COUNTERPARTS,
@@ -37,6 +37,7 @@ from tests.table import (
     sm3_by_rows,
     state_tensors,
     steps_of,
+    through_a_file,
 )
 
 pytestmark = [

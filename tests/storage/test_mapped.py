@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import itertools
 import os
 import pickle
@@ -38,7 +37,7 @@ from tests.storage.training import (
     table_in,
     train,
 )
-from tests.table import DTYPES, EVERY, WITH_DENSE, same_bits
+from tests.table import DTYPES, EVERY, WITH_DENSE, same_bits, through_a_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -233,10 +232,7 @@ def test_copies_and_pickles_are_ordinary_tensors(in_rows, tmp_path: Path):
     before = table.clone()
     train(other, other_opt, 1)
     assert same_bits(table, before)
-    file = io.BytesIO()
-    torch.save([model.state_dict(), opt.state_dict()], file)
-    file.seek(0)
-    saved = torch.load(file)
+    saved = through_a_file([model.state_dict(), opt.state_dict()])
     assert same_bits(saved[0]["weight"], before)
     assert same_bits(saved[1]["state"][0]["exp_avg"], opt.state[model.weight]["exp_avg"])
 
