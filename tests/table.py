@@ -250,24 +250,3 @@ def _bits(tensor: Tensor) -> Tensor:
     size = tensor.element_size()
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     return tensor.contiguous().view(integers)
-
-
-def snapshot(opt: torch.optim.Optimizer) -> list[Any]:
-    """Everything a step may change: params, state tensors and step counts."""
-    kept = []
-    for group in opt.param_groups:
-        for param in group["params"]:
-            state = opt.state.get(param, {})
-            kept.append(param.detach().clone())
-            kept.append({k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()})
-    return kept
-
-
-def unchanged(opt: torch.optim.Optimizer, before: list[Any]) -> bool:
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, dict):
-            return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-        return same_bits(a, b) if isinstance(a, Tensor) else bool(a == b)
-
-    after = snapshot(opt)
-    return len(after) == len(before) and all(map(same, after, before))
