@@ -1,4 +1,4 @@
-"""Operations with a defect each, which the harness has to find, and a correct one."""
+"""Operations with a defect each, which the harness has to find."""
 
 from __future__ import annotations
 
@@ -46,20 +46,6 @@ class Locked(Torn):
         time.sleep(0.01)
         self.first = self.second = 1
         self.lock.release()
-
-
-class Guarded(Locked):
-    """Correct: always releases its lock, also when its ``try`` is interrupted."""
-
-    faults = ("line", "allocation")
-
-    def run(self) -> None:
-        with self.lock:
-            torch.zeros(1000)
-            try:
-                self.first = self.second = 1
-            finally:
-                time.sleep(0)
 
 
 class Deaf(Torn):
@@ -125,7 +111,6 @@ class Alone(RankOperation):
 OPERATIONS: dict[str, type[Operation]] = {
     "torn": Torn,
     "locked": Locked,
-    "guarded": Guarded,
     "deaf": Deaf,
     "crashing": Crashing,
     "half": Half,

@@ -17,14 +17,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 PAIRS = (
-    *(
-        "mixed step/signal",
-        "deferred step/signal",
-        "mixed step/allocation",
-        "replayed step/line",
-        "deferred step/line",
-        "masked step/line",
-    ),
+    *("mixed step/signal", "deferred step/signal", "mixed step/allocation"),
+    *("replayed step/line", "deferred step/line", "masked step/line"),
     *("dense step: Adam, in pieces/out of memory", "rule step/allocation", "functional step/line"),
     *("step in backward/line", "lookup: tracked/allocation", "grow/allocation"),
     *("load_state_dict/line", "vocabulary: lru/line", "mapped step/allocation"),
@@ -61,7 +55,6 @@ def test_defects_are_found():
         ("half", "kill"),
         ("alone", "allocation"),
     }
-    assert "guarded" not in {operation for operation, _ in found}
 
 
 # At last a thread has no memory for its state, which ends the process with last words.

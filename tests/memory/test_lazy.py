@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from sparsestep.memory import lazy
+from tests.processes import run_python
 
 CPU = torch.device("cpu")
 
@@ -106,12 +105,9 @@ assert len(opt.state) == 0 and not param[3].any()
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_steps_on_large_tables_take_memory_for_what_they_touch_or_are_refused():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.startswith("the state of a parameter needs"), done.stderr
-    assert "Got Cannot allocate memory. Choose a smaller state_dtype" in done.stdout
-    assert done.returncode == 0, done.stderr
+    printed = run_python("-c", PROGRAM)
+    assert printed.startswith("the state of a parameter needs")
+    assert "Got Cannot allocate memory. Choose a smaller state_dtype" in printed
 
 
 def strict_overcommit() -> bool:
