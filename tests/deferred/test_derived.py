@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep import InputError
-from tests.deferred.own_rules import UNDERIVED
+from tests.deferred.own_rules import UNDERIVED, adam
 from tests.deferred.runs import Run, assert_close, assert_dense_run, dense_run, standard
 from tests.generate.cases import each_case
 from tests.rules.random_formulas import Formula, computed, formulas
@@ -57,6 +57,21 @@ def test_what_cannot_be_derived_any_more_is_refused_before_anything_is_written()
     opt.param_groups[1]["power"] = 2
     other.grad, param.grad = run.sparse(4, param.dtype), run.sparse(4, param.dtype)
     with refused(opt, match="turning: param 0 of group 1: .*param has no closed-form update"):
+        opt.step()
+
+
+def test_a_number_under_the_root_that_grows_without_bound():
+    run = standard(12)
+    param = run.param()
+    opt = adam([param], semantics="dense")
+    run.train(opt, param, range(6))
+    opt.param_groups[0]["eps"] = 1e306
+    run.train(opt, param, range(6, 8))
+    assert param.isfinite().all()
+    opt.catch_up()
+    opt.param_groups[0]["eps"] = float("inf")
+    param.grad = run.sparse(8, param.dtype)
+    with refused(opt, match="has no closed-form update"):
         opt.step()
 
 

@@ -28,10 +28,6 @@ Operation = Callable[[World], None]
 def step(world: World) -> None:
     around, name = any_surroundings(world.chance)
     world.say(f"step{' in ' + name if name else ''}")
-    if name == "inference_mode" and any(not world.record(p) for _, _, p in world.each()):
-        # State that is made in there is an inference tensor, which cannot be written later.
-        name = ""
-        around = torch.no_grad()
     world.valid_step(around)
 
 

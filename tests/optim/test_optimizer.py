@@ -150,6 +150,21 @@ def test_two_threads_are_never_in_a_step_at_once():
     assert not met
 
 
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_state_that_is_created_in_inference_mode_can_be_written_outside(cls: Any):
+    masks = [torch.ones(6, 2, dtype=torch.bool), torch.eye(6, 2, dtype=torch.bool)]
+    params = [nn.Parameter(torch.ones(6, 2)) for _ in masks]
+    opt = cls([{"params": params, "mask": masks}], lr=0.1)
+    for inside in (True, False):
+        with torch.inference_mode(inside):
+            for param in params:
+                param.grad = torch.ones(6, 2)
+            opt.step()
+        params[1].data = params[1].t().contiguous().t()  # its state has to be made again
+    opt.step()
+    assert all(params[0][0] != 1)
+
+
 # Torch's own kernel refuses after others have been planned
 
 

@@ -37,6 +37,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
         raise MemoryError(message(requirement, os.strerror(errno.ENOMEM), remedy)) from None
 
 
+@torch.inference_mode(False)  # later steps write to it
 def full(shape: torch.Size, value: complex, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Like ``zeros``, for any initial value; only zero is lazy."""
     if value == 0:

@@ -170,6 +170,7 @@ def replace_layout(
     return relayout(tensors, values, shape, old, new)
 
 
+@torch.inference_mode(False)
 def new_state(
     rule: Rule,
     param: Tensor,
@@ -329,6 +330,7 @@ def convert_loaded(
     return result
 
 
+@torch.inference_mode(False)
 def new_step(
     optimizer: RuleOptimizer, group: Mapping[str, Any], param: Tensor, value: int = 0
 ) -> int | Tensor:

@@ -184,7 +184,7 @@ def _div(a: SymbolicValue, b: SymbolicValue) -> SymbolicValue:
     above, below = a.plain_terms, b.plain_terms
     if above is not None and below is not None:
         roots = [term for term in below if term.kind == "root"]
-        if len(roots) == 1 and below.keys() == {roots[0], ONE}:
+        if len(roots) == 1 and below.keys() == {roots[0], ONE} and math.isfinite(below[ONE]):
             return _divided(above, Denominator(roots[0].place, below[roots[0]], below[ONE]), low)
     return _unknown(low, a)
 
@@ -405,7 +405,8 @@ class _StepSizes:
         if found.kind is not AdamDrift:
             return found.size, 1.0, found.shrink
         scale = like.number / found.number
-        return found.size * scale, 1 / (found.factor * scale), found.shrink
+        root = found.factor * scale
+        return (found.size * scale, 1 / root, found.shrink) if 0 < root < math.inf else None
 
     def _first(self, hyperparams: Hyperparams) -> tuple[float, float, float] | None:
         """A first step that is special: every entry without a gradient is as it began."""
