@@ -132,7 +132,9 @@ def _read_param_state(
     packed = None
     if mask is not None and mask.dim() > 1 and not rule.needs_whole_rows:
         packed = masks.PackedMask.of(mask.cpu())
-    packs = mask is not None and states.packs_by(rule, mask, param, group, optimizer.engine)
+    # A step packs by the rule of sparse gradients, also where dense ones have chosen another rule.
+    packing = optimizer.stored_rule_for(group, param)
+    packs = mask is not None and states.packs_by(packing, mask, param, group, optimizer.engine)
     wanted = packed if packs else None
     given, saved = saved if copy else {}, convert_saved(rule, _to_strided(param, saved))
     for spec in rule.state:
