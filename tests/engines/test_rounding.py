@@ -23,7 +23,6 @@ from tests.table import (
     each_engine,
     running_on,
     same_bits,
-    through_a_file,
 )
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
@@ -218,35 +217,6 @@ def test_wide_params_are_not_affected(engine: str):
             state = [value for name, value in opt.state[param].items() if name != "step"]
             results.append([param.detach(), *state])
         assert all(map(same_bits, *results)), cls
-
-
-@each_engine
-@pytest.mark.parametrize("dtype", [*HALVES, torch.int8], ids=str)
-def test_training_resumes_with_the_same_bits(engine: str, dtype: torch.dtype):
-    """Seed and step count travel in the checkpoint, whatever seed the new process has."""
-    of_params = dtype if dtype.is_floating_point else torch.float32
-    more = {"state_dtype": dtype, "stochastic_rounding": dtype.is_floating_point}
-
-    def made(cls: Any, tables: list[torch.nn.Parameter]) -> Any:
-        groups = [{"params": tables[:2]}, {"params": tables[2:], "lr": 0.2}]
-        return cls(groups, lr=0.1, engine=name, **more)
-
-    for cls in (sparsestep.SGD, sparsestep.Adam, sparsestep.RowwiseAdam):
-        with running_on(engine) as name:
-            torch.manual_seed(1)
-            straight, changed, others = ([table_of(of_params) for _ in range(4)] for _ in range(3))
-            train(straight, made(cls, straight), range(8))
-            first = made(cls, changed)
-            train(changed, first, range(4))
-            torch.manual_seed(2)
-            again = made(cls, changed)
-            again.load_state_dict(through_a_file(first.state_dict()))
-            train(changed, again, range(4, 8))
-            train(others, made(cls, others), range(8))
-        is_random = dtype.is_floating_point or cls is not sparsestep.SGD  # which has no state here
-        assert same_bits(others[0], straight[0]) != is_random, cls
-        assert again.param_groups[1]["rounding_seed"] == 1
-        assert all(map(same_bits, changed, straight)), cls
 
 
 def test_keys_and_counts_are_there_only_where_they_are_needed():

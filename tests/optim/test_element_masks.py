@@ -99,19 +99,6 @@ def test_set_mask_keeps_the_state_of_rows_and_elements_that_stay(name: str):
     assert (param.detach()[new] != 1).all()
 
 
-@each_optimizer
-def test_checkpoints_keep_the_shape_of_rows(name: str):
-    ours, param = make(name, torch.ones(9, 7), mask=MASK)
-    param.grad = torch.ones(9, 7)
-    ours.step()
-    again, other = make(name, param.detach(), mask=MASK)
-    again.load_state_dict(ours.state_dict())
-    other.grad = param.grad
-    ours.step()
-    again.step()
-    assert same_bits(param, other)
-
-
 def test_entries_of_elements_stay_apart_within_their_row():
     """A gradient of single elements under a mask over elements, for a rule of whole rows."""
     grad = torch.sparse_coo_tensor([[0, 0, 4], [1, 2, 5]], torch.ones(3), (9, 7))
