@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.masked import masked_tensor
 
 import sparsestep
-from sparsestep import IndexedGrad
+from sparsestep import IndexedGrad, functional
 from tests.generate.cases import each_case
 from tests.generate.layouts import Entries
 from tests.properties.marks import QUIET
@@ -125,3 +125,12 @@ def test_what_torch_does_not_let_one_assign(name: str):
     param = torch.nn.Parameter(torch.zeros(6, 8))
     with pytest.raises(RuntimeError, match="attempting to assign a gradient"):
         param.grad = stored[name][0]
+
+
+def test_batches_of_compressed_matrices():
+    dense = torch.zeros(3, 2, 4)
+    dense[[0, 1, 1, 2, 0, 2], [1, 0, 1, 1, 0, 1], [2, 0, 3, 1, 1, 3]] = torch.arange(1.0, 7.0)
+    for grad in (dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse_bsc((2, 1))):
+        param = torch.zeros(dense.shape)
+        functional.sgd_(param, grad, lr=1.0)
+        assert torch.equal(param, -dense), grad.layout
