@@ -18,15 +18,7 @@ import sparsestep
 from sparsestep._torch import group_timeout
 from sparsestep.distributed import collectives, grads, lookup
 from sparsestep.optim.step import Step
-from tests.distributed.runs import (
-    each_kind,
-    initial_rows,
-    said,
-    same,
-    sharded,
-    snapshot,
-    whole,
-)
+from tests.distributed.runs import each_kind, initial_rows, said, same, sharded, snapshot, whole
 from tests.ranks import Rank, ranks
 
 lockstep, shard = sparsestep.distributed.lockstep, sparsestep.distributed.shard

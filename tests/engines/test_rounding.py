@@ -18,12 +18,7 @@ from sparsestep.optim import OPTIMIZERS
 from tests.generate.layouts import Entries
 from tests.properties.marks import QUIET
 from tests.subject import by_hand
-from tests.table import (
-    Variant,
-    each_engine,
-    running_on,
-    same_bits,
-)
+from tests.table import Variant, each_engine, running_on, same_bits
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
 HALVES = [torch.bfloat16, torch.float16]

@@ -17,12 +17,7 @@ from sparsestep.optim import OPTIMIZERS
 from sparsestep.rules import int8
 from sparsestep.rules.rule import Rule, StateSpec
 from tests.subject import refused
-from tests.table import (
-    VARIANTS,
-    Variant,
-    same_bits,
-    state_tensors,
-)
+from tests.table import VARIANTS, Variant, same_bits, state_tensors
 
 # For each optimizer whose state may be int8, the variant with the most of it.
 LARGEST: dict[type, Variant] = {}

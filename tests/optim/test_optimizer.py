@@ -23,14 +23,7 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optim import OPTIMIZERS
 from tests.subject import refused
-from tests.table import (
-    FEW,
-    each_engine,
-    running_on,
-    same_bits,
-    state_tensors,
-    steps_of,
-)
+from tests.table import FEW, each_engine, running_on, same_bits, state_tensors, steps_of
 
 
 def coo(rows: list[int], shape: tuple[int, ...], value: float = 1.0) -> torch.Tensor:

@@ -11,14 +11,7 @@ from torch import Tensor
 import sparsestep
 from sparsestep.errors import InputError
 from tests.subject import Snapshot, Subject, refused
-from tests.table import (
-    EVERY,
-    WITH_DENSE,
-    Variant,
-    each_engine,
-    running_on,
-    same_bits,
-)
+from tests.table import EVERY, WITH_DENSE, Variant, each_engine, running_on, same_bits
 
 # Rows that catch up
 

@@ -17,15 +17,7 @@ from tests.generate.cases import each_case
 from tests.generate.layouts import Entries
 from tests.properties.marks import QUIET
 from tests.subject import Snapshot, by_hand
-from tests.table import (
-    DTYPES,
-    PLAIN,
-    Variant,
-    each_engine,
-    on_each_engine,
-    randn,
-    running_on,
-)
+from tests.table import DTYPES, PLAIN, Variant, each_engine, on_each_engine, randn, running_on
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
 

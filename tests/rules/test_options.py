@@ -24,13 +24,7 @@ from tests.generate.garbage import Unusable, Wrapper
 from tests.oracle import FindingError
 from tests.properties.test_refusals import fresh_state
 from tests.subject import Snapshot, Subject, refused
-from tests.table import (
-    EVERY,
-    FUNCTIONS,
-    Variant,
-    each_optimizer,
-    same_bits,
-)
+from tests.table import EVERY, FUNCTIONS, Variant, each_optimizer, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
