@@ -97,7 +97,7 @@ def test_int8_state_is_not_constrained():
 
 def test_checkpoints_have_the_option_only_where_it_is_set():
     """tests/properties/test_step.py goes on from them."""
-    (table, opt), (other, plain) = made(max_norm=0.5), made()
+    (_, opt), (other, plain) = made(max_norm=0.5), made()
     assert "max_norm" not in plain.state_dict()["param_groups"][0]
     assert "normalize" not in opt.state_dict()["param_groups"][0]
     plain.load_state_dict(opt.state_dict())
