@@ -2,7 +2,8 @@
 
 ``BEFORE`` and ``AFTER`` are Python interpreters, each with its own sparsestep. Both run the same
 cases in processes that take turns, a few steps at a time, so that a slow second of the machine
-meets both. The table shows medians and the median of the ratios, after / before.
+meets both. The table shows medians and the median of the ratios, after / before. On a busy machine,
+``--cpu`` compares the CPU time of one thread.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ from collections.abc import Callable
 from typing import Any
 
 Run = Callable[[], Any]
+WORKER, CPU_WORKER = "--worker", "--cpu-worker"
 
 
-def worker() -> None:
+def worker(clock: Callable[[], float], threads: int) -> None:
     """Answer lines of ``case steps`` with seconds per step; runs under either interpreter."""
     import torch
 
     import sparsestep
 
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(threads)
 
     def ids_of(rows: int, lookups: int, zipf: bool) -> torch.Tensor:
         if not zipf:
@@ -133,18 +135,18 @@ def worker() -> None:
         if current is None or current[0] != name:
             current = None
             current = (name, cases[name]())
-        started = time.perf_counter()
+        started = clock()
         for _ in range(steps):
             current[1]()
-        print(json.dumps((time.perf_counter() - started) / steps), flush=True)
+        print(json.dumps((clock() - started) / steps), flush=True)
 
 
 class Worker:
     """A process with one of the two installations."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, python: str, mode: str) -> None:
         self._process = subprocess.Popen(
-            [python, "-W", "ignore", __file__, "--worker"],
+            [python, "-W", "ignore", __file__, mode],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -168,8 +170,10 @@ def main() -> None:
     parser.add_argument("after", help="another one")
     parser.add_argument("--seconds", type=float, default=10, help="per case")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--cpu", action="store_true", help="CPU time of one thread")
     options = parser.parse_args()
-    workers = [Worker(options.before), Worker(options.after)]
+    mode = CPU_WORKER if options.cpu else WORKER
+    workers = [Worker(python, mode) for python in (options.before, options.after)]
     print(f"{'case':36}{'before':>10}{'after':>10}{'ratio':>8}{'spread':>8}")
     for case in workers[0].cases:
         if options.only not in case:
@@ -192,4 +196,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    worker() if sys.argv[1:] == ["--worker"] else main()
+    if sys.argv[1:] == [WORKER]:
+        worker(time.perf_counter, threads=2)
+    elif sys.argv[1:] == [CPU_WORKER]:
+        worker(time.process_time, threads=1)
+    else:
+        main()

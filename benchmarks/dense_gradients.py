@@ -20,14 +20,14 @@ import torch
 from torch.nn import Parameter
 
 import sparsestep
-from benchmarks.harness.race import Stepping, add_rounds, medians
+from benchmarks.harness.contestants import element_states, rule_of
+from benchmarks.harness.race import Racer, Stepping, add_rounds, medians
 from benchmarks.harness.workload import SETS
 from sparsestep.cli.options import int_in_range
+from sparsestep.optim import OPTIMIZERS
 
-FUSED = ("AdamW", "Adagrad", "SGD")
+FUSED = ("Adam", "AdamW", "Adagrad", "SGD")
 OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
-# Of an element in float32: read parameter, gradient and state, write parameter and state.
-BYTES = {"AdamW": 28, "Adagrad": 20, "SGD": 20, "RMSprop": 20, "Lion": 20}
 GRADS = 3  # enough that no gradient stays in a cache
 
 
@@ -36,7 +36,7 @@ def contestants(name: str) -> dict[str, Any]:
     options = {"lr": 1e-3, **OPTIONS.get(name, {})}
     ours, theirs = getattr(sparsestep, name), getattr(torch.optim, name, None)
     found: dict[str, Any] = {}
-    if theirs is not None:
+    if theirs is not None and name != "SparseAdam":  # torch's takes no dense gradients
         found["torch"] = partial(theirs, **options)
         if name in FUSED:
             found["torch fused"] = partial(theirs, fused=True, **options)
@@ -44,35 +44,42 @@ def contestants(name: str) -> dict[str, Any]:
     return found
 
 
+class InPlace:
+    """The limit: torch's multiplication in place, which reads and writes each element."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._tensor = torch.zeros(shape)
+
+    def before(self, number: int, /) -> None:
+        """Nothing: there is no gradient."""
+
+    def step(self) -> None:
+        """Multiply."""
+        self._tensor.mul_(1.0)
+
+
+def bytes_per_element(make: Any) -> int:
+    """Read parameter, gradient and state, write parameter and state, all in float32."""
+    return 4 * (3 + 2 * element_states(rule_of(make)))
+
+
 def compare(title: str, optimizers: dict[str, Any], shape: tuple[int, ...], rounds: int) -> None:
     """Print the milliseconds of each optimizer, and how many times as fast the last is."""
     grads = [[torch.randn(shape)] for _ in range(GRADS)]
     sets = [grads[number % GRADS] for number in range(SETS)]
-    racers = []
+    racers: list[Racer] = [InPlace(shape)]
     for make in optimizers.values():
         param = Parameter(torch.randn(shape))
         racers.append(Stepping(make([param]), [param], sets))
-    times = dict(zip(optimizers, medians(racers, rounds), strict=True))
+    in_place, *found = medians(racers, rounds)
+    times = dict(zip(optimizers, found, strict=True))
     *others, last = times
     ratios = [f"{times[name] / times[last]:.2f} x {name}" for name in others]
     listed = ", ".join(f"{name} {time:.1f}" for name, time in times.items())
-    if title in BYTES:
-        elements = param.numel()
-        ratios.append(
-            f"{BYTES[title] * elements / times[last] / 1e6 / bandwidth(elements):.2f} of the limit"
-        )
+    if last == "ours":
+        limit = in_place * bytes_per_element(optimizers[last]) / 8
+        ratios.append(f"{limit / times[last]:.2f} of the limit")
     print(f"{title:<20} {listed} ms: {', '.join(ratios)}", flush=True)
-
-
-def bandwidth(elements: int) -> float:
-    """Gigabytes per second of a multiplication in place."""
-    tensor = torch.zeros(elements)
-    times = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        tensor.mul_(1.0)
-        times.append(time.perf_counter() - begin)
-    return 8 * elements / statistics.median(times[5:]) / 1e9
 
 
 def mean_ms(size: int, seconds: float) -> float:
@@ -115,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     torch.manual_seed(0)
     matrix, vector = (given.size, given.size), (given.size**2,)
-    for name in ("AdamW", "Adagrad", "SGD", "RMSprop", "Lion"):
+    for name in (each.__name__ for each in OPTIMIZERS):
         compare(name, contestants(name), matrix, given.rounds)
     plain = {"float32": partial(sparsestep.AdamW, lr=1e-3)}
     for dtype in (torch.bfloat16, torch.int8):

@@ -244,12 +244,12 @@ def main() -> None:
 
 def report() -> None:
     run = Run(
-        rows=416_000,
+        rows=410_000,
         dim=4096,
-        batch=256,
-        steps=320,
-        every=160,
-        cut_before=240,
+        batch=64,
+        steps=1_920,
+        every=640,
+        cut_before=1_600,
         timeout=60,
         memory=320 << 20,
     )

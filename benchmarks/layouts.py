@@ -60,10 +60,14 @@ class ByHand:
     def __post_init__(self) -> None:
         self._optimizer = sparsestep.FunctionalAdam([self.weight], LR)
         self._grad = self.sets[0]
+        self._steps = 0
 
     def before(self, number: int, /) -> None:
-        """Take the gradient of a set."""
+        """Take the gradient of a set; soon, the huge pages that a long training gets in time."""
         self._grad = self.sets[number]
+        self._steps += 1
+        if self._steps == 3:
+            self._optimizer.optimizer.store.huge_pages.move_all()
 
     def step(self) -> None:
         """The step."""

@@ -72,6 +72,7 @@ inline void repack(const PackedMask& old, const PackedMask& now, int64_t numel,
                 }
             };
             switch (each.value_bytes) {
+                case 1: copy(uint8_t()); break;
                 case 2: copy(uint16_t()); break;
                 case 4: copy(uint32_t()); break;
                 case 8: copy(uint64_t()); break;

@@ -74,8 +74,9 @@ template <class Visit>
 void for_each_written(const Job& job, const Visit& visit) {
     if (!job.param.data) return;  // only norms are asked for
     const int64_t state_slots = is_packed(job) && !job.all_slots ? job.packed.kept : job.num_slots;
+    const int64_t state_size = job.expands_state ? 1 : job.slot_size;
     visit(extent(job.param, job.num_slots, stored_size(job)));
-    for (const TensorView& state : job.state) visit(extent(state, state_slots, job.slot_size));
+    for (const TensorView& state : job.state) visit(extent(state, state_slots, state_size));
     for (const TensorView& state : job.slot_state) visit(extent(state, job.num_slots, 1));
 }
 

@@ -126,9 +126,12 @@ struct Job {
     TensorView param;
     TensorView state[max_states];            // a number for each element
     TensorView slot_state[max_slot_states];  // a number for each slot
-    // Where it has words, slots are elements, and the state of one is at its rank. If all_slots is
-    // set, the kept elements of parameter and values are a single slot.
+    // Where it has words, state per element has values for kept elements alone. If all_slots is
+    // set, the kept elements of parameter and values are a single slot. Otherwise slots are
+    // elements, and the state of one is at its rank; or, if expands_state is set, slots of any
+    // size, whose state is expanded into tiles.
     PackedMask packed;
+    bool expands_state;
     bool has_int8_state;  // the state per element is codes, not `state`
     Int8View int8_state[max_states];
     double options[max_options];  // of the rule, in the order of its formula's arguments

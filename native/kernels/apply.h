@@ -56,7 +56,8 @@ private:
     // Whether a converted row is rounded and stored only once it is constrained.
     bool keeps_param() const { return !Rows::is_direct && is_constrained(); }
     int64_t state_slot(int64_t slot) const {
-        return !simple && packed_.words && !job_.all_slots ? rank_of(packed_, slot) : slot;
+        const bool is_rank = !simple && packed_.words && !job_.all_slots && !job_.expands_state;
+        return is_rank ? rank_of(packed_, slot) : slot;
     }
 
     struct State {
@@ -213,7 +214,7 @@ void apply_int8(const Job& job, const JobSlice& slice) {
 template <template <class> class Rule, class T>
 void apply(const Job& job, const JobSlice& slice) {
     if (slice.first_column == slice.last_column) return;  // slots without elements
-    bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param);
+    bool stored = is_stored_as<T>(job.values) && is_stored_as<T>(job.param) && !job.expands_state;
     if constexpr (Rule<T>::states > 0) {
         if (job.has_int8_state) {
             if constexpr (sizeof(T) == 4 && Rule<T>::has_fixed_sizes) {

@@ -61,6 +61,7 @@ protected:
     bool has_scale() const { return !simple && scale_.data; }
     bool is_maximized() const { return !simple && maximize_; }
     bool has_decay() const { return !simple && coupled_decay_ != 0; }
+    bool has_element_mask() const { return !simple && job_.element_mask; }
 
     // Calls prefetch(slot) ahead of time and visit(entries) for every slot: first those with one
     // entry, then those with several. `visit` is inlined in two loops where that pays, else in one:
@@ -118,15 +119,16 @@ protected:
     // rows.
     SPARSESTEP_INLINE const T* gradient(const SlotEntries& entries, int64_t offset, int64_t n,
                                         const T* param) {
-        if (!entries.begin && !has_scale() && !is_maximized() && !has_decay()) {
+        if (!entries.begin && !has_scale() && !is_maximized() && !has_decay() &&
+            !has_element_mask()) {
             return values_.load(row_of(entries.first), offset, n, sum_);
         }
         sum_entries(entries, offset, n, param);
         return sum_;
     }
 
-    // With maximize the sign is turned, with coupled decay a part of the parameter is added. Not
-    // inlined: it is the same for every rule.
+    // With maximize the sign is turned, with coupled decay a part of the parameter is added;
+    // elements outside the element mask have none. Not inlined: it is the same for every rule.
     __attribute__((noinline)) void sum_entries(const SlotEntries& entries, int64_t offset,
                                                int64_t count, const T* param) {
         const int64_t n = Rows::fixed_columns ? Rows::fixed_columns : count;
@@ -151,21 +153,15 @@ protected:
         if (is_maximized()) {
             for (int64_t j = 0; j < n; ++j) sum_[j] = -sum_[j];
         }
-        if (has_decay())
-            add_decay(row_of(entries.first) * job_.slot_size + slice_.first_column + offset, n,
-                      param);
-    }
-
-    // Only elements inside the element mask decay. `first` is the number of the tile's first
-    // element within the mask.
-    void add_decay(int64_t first, int64_t n, const T* param) {
-        if (!job_.element_mask) {
+        if (has_decay()) {
             for (int64_t j = 0; j < n; ++j) sum_[j] += coupled_decay_ * param[j];
-            return;
         }
-        const bool* const element_mask = job_.element_mask + first;
-        for (int64_t j = 0; j < n; ++j)
-            sum_[j] += element_mask[j] ? coupled_decay_ * param[j] : T(0);
+        if (has_element_mask()) {
+            const bool* const is_updated = job_.element_mask +
+                                           row_of(entries.first) * job_.slot_size +
+                                           slice_.first_column + offset;
+            for (int64_t j = 0; j < n; ++j) sum_[j] = is_updated[j] ? sum_[j] : T(0);
+        }
     }
 
     // A row times its factor. A product is rounded to the precision of the values: it is then what

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "core/types.h"
+#include "kernels/kept.h"
 #include "kernels/rows.h"
 
 namespace sparsestep {
@@ -49,17 +50,23 @@ struct Int8Rows {
 
     Int8View codes;
     int64_t slot_size;
+    PackedMask packed;
+    bool is_expanded;  // tiles have zeros where the mask keeps nothing
     Randomness random;
     RowStride row_stride;
 
     Int8Rows(const TensorView&, const Job& job, const JobSlice&, int tensor)
         : codes(job.int8_state[tensor > 0 ? tensor - 1 : 0]),
           slot_size(job.slot_size),
+          packed(job.packed),
+          is_expanded(!fixed && job.expands_state),
           random(job.seed, tensor),
           row_stride(job.row_stride) {}
 
     SPARSESTEP_INLINE T* load(int64_t row, int64_t offset, int64_t count, T* tile) const {
-        const int8_t* const from = codes.data + row * codes.stride + offset;
+        int8_t expanded[tile_size];
+        const int8_t* from = codes.data + row * codes.stride + offset;
+        if (is_expanded) from = expand(row * slot_size + offset, count, expanded);
         if (codes.is_signed) {
             decode<true>(from, scale_of(row), count, tile);
         } else {
@@ -78,6 +85,7 @@ struct Int8Rows {
     }
 
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
+        if (is_expanded) return;
         const char* const at = reinterpret_cast<const char*>(codes.data + row * codes.stride);
         const int64_t length = fixed ? fixed : slot_size;
         const int64_t bytes = length < prefetch_bytes ? length : prefetch_bytes;
@@ -92,6 +100,17 @@ struct Int8Rows {
 private:
     SPARSESTEP_INLINE float& scale_of(int64_t row) const {
         return codes.scale[row * codes.scale_stride];
+    }
+
+    __attribute__((noinline)) const int8_t* expand(int64_t element, int64_t n, int8_t* tile) const {
+        std::memset(tile, 0, size_t(n));
+        for_each_kept(packed, element, n,
+                      [&](int64_t j, int64_t rank) { tile[j] = codes.data[rank * codes.stride]; });
+        return tile;
+    }
+    __attribute__((noinline)) void compress(int64_t element, int64_t n, const int8_t* tile) const {
+        for_each_kept(packed, element, n,
+                      [&](int64_t j, int64_t rank) { codes.data[rank * codes.stride] = tile[j]; });
     }
 
     // Not inlined, here and below: shared by all rules.
@@ -116,8 +135,10 @@ private:
         if (largest >= bits_as<int32_t>(std::numeric_limits<float>::infinity())) {
             // A NaN or inf poisons the row.
             scale_of(row) = std::numeric_limits<float>::quiet_NaN();
-            std::memset(to, 0, size_t(columns));
-            return;
+            if (!is_expanded) return void(std::memset(to, 0, size_t(columns)));
+            return for_each_kept(packed, row * slot_size, columns, [&](int64_t, int64_t rank) {
+                codes.data[rank * codes.stride] = 0;
+            });
         }
         // The exponent of the last code, which the largest value, rounded up, does not exceed.
         constexpr int32_t last = is_signed ? 16 : 32;
@@ -133,8 +154,10 @@ private:
             const int64_t n = fixed ? fixed : rest < tile_size ? rest : tile_size;
             const int32_t* const from =
                 int8_random_bits.bits + own % Int8RandomBits::starts * Int8RandomBits::apart;
+            int8_t expanded[tile_size];
             encode<is_signed>(values + offset, inverse, from, int32_t(own >> (32 - lost_bits)), n,
-                              to + offset);
+                              is_expanded ? expanded : to + offset);
+            if (is_expanded) compress(row * slot_size + offset, n, expanded);
         }
     }
 

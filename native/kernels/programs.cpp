@@ -172,7 +172,8 @@ private:
     // Whether a converted row is rounded and stored only once it is constrained.
     bool keeps_param() const { return !Rows::is_direct && is_constrained(); }
     int64_t state_slot(int64_t slot) const {
-        return !simple && packed_.words && !job_.all_slots ? rank_of(packed_, slot) : slot;
+        const bool is_rank = !simple && packed_.words && !job_.all_slots && !job_.expands_state;
+        return is_rank ? rank_of(packed_, slot) : slot;
     }
     int64_t columns() const { return Rows::fixed_columns ? Rows::fixed_columns : columns_; }
 
@@ -321,7 +322,7 @@ private:
 template <class T>
 void apply_program(const Job& job, const JobSlice& slice) {
     if (slice.first_column == slice.last_column) return;  // slots without elements
-    bool is_state_stored = true;
+    bool is_state_stored = !job.expands_state;
     for (int s = 0; s < job.program->states; ++s) is_state_stored &= is_stored_as<T>(job.state[s]);
     if (job.packed.words && job.all_slots) {
         using Kept = MaskedRows<T>;

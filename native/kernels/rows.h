@@ -13,6 +13,7 @@
 
 #include "core/compiler.h"
 #include "core/types.h"
+#include "kernels/kept.h"
 
 namespace sparsestep {
 namespace {
@@ -304,7 +305,9 @@ struct ConvertedRows {
     TensorView view;
     int64_t first_column, last_column, slot_size;
     bool stochastic_rounding;
-    bool in_place;  // no conversion; a constrained row is kept until its norm is known
+    PackedMask packed;  // of state
+    bool is_expanded;   // tiles have zeros where the mask keeps nothing
+    bool in_place;      // no conversion; a constrained row is kept until its norm is known
     Randomness random;
     RowStride row_stride;
 
@@ -314,23 +317,31 @@ struct ConvertedRows {
           last_column(slice.last_column),
           slot_size(job.slot_size),
           stochastic_rounding(job.stochastic_rounding),
-          in_place(is_stored_as<T>(view) && !(job.constraint.norm > 0)),
+          packed(tensor > 0 ? job.packed : PackedMask{}),
+          is_expanded(tensor > 0 && job.expands_state),
+          in_place(is_stored_as<T>(view) && !is_expanded && !(job.constraint.norm > 0)),
           random(job.seed, tensor),
           row_stride(job.row_stride) {}
     T* load(int64_t row, int64_t offset, int64_t n, T* tile) const {
         const int64_t column = first_column + offset;
         if (in_place) return static_cast<T*>(view.data) + element_offset(view, row, column);
-        load_tile(view, row, column, n, tile);
+        if (is_expanded) {
+            expand(row * slot_size + column, n, tile);
+        } else {
+            load_tile(view, row, column, n, tile);
+        }
         return tile;
     }
     void store(int64_t row, int64_t offset, int64_t n, const T* tile) const {
         if (in_place) return;
         const int64_t column = first_column + offset;
+        if (is_expanded) return compress(row * slot_size + column, n, tile);
         if (stochastic_rounding) return store_at_random(row, column, n, tile);
         store_tile(view, row, column, n, tile);
     }
     __attribute__((noinline)) void store_at_random(int64_t row, int64_t column, int64_t n,
                                                    const T* tile) const {
+        if (packed.words) return store_kept_at_random(column, n, tile);
         for (int64_t done = 0, run = 0; done < n; done += run) {  // a row of the tensor at a time
             const int64_t here = row * slot_size + column + done;
             const int64_t rest = row_stride.length - here % row_stride.length;
@@ -339,7 +350,40 @@ struct ConvertedRows {
                        row_stride.element(here));
         }
     }
+    // The state of kept elements from one rank on; its random bits are those of the elements.
+    void store_kept_at_random(int64_t rank, int64_t n, const T* tile) const {
+        with_dtype(view, [&](auto* data) {
+            using Stored = std::remove_pointer_t<decltype(data)>;
+            MaskCursor at = MaskCursor::at(packed, rank);
+            for (int64_t i = 0; i < n; ++i, at.bits &= at.bits - 1) {
+                while (!at.bits) at.bits = packed.words[++at.word];
+                const int64_t element = at.word * 64 + __builtin_ctzll(at.bits);
+                data[(rank + i) * view.element_stride] =
+                    Convert<Stored, T>::store(tile[i], random(element));
+            }
+        });
+    }
+    __attribute__((noinline)) void expand(int64_t element, int64_t n, T* tile) const {
+        std::memset(tile, 0, size_t(n) * sizeof(T));
+        with_dtype(view, [&](auto* data) {
+            using Stored = std::remove_pointer_t<decltype(data)>;
+            for_each_kept(packed, element, n, [&](int64_t j, int64_t rank) {
+                tile[j] = Convert<Stored, T>::load(data[rank * view.slot_stride]);
+            });
+        });
+    }
+    __attribute__((noinline)) void compress(int64_t element, int64_t n, const T* tile) const {
+        with_dtype(view, [&](auto* data) {
+            using Stored = std::remove_pointer_t<decltype(data)>;
+            for_each_kept(packed, element, n, [&](int64_t j, int64_t rank) {
+                data[rank * view.slot_stride] =
+                    stochastic_rounding ? Convert<Stored, T>::store(tile[j], random(element + j))
+                                        : Convert<Stored, T>::store(tile[j]);
+            });
+        });
+    }
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
+        if (is_expanded) return;
         const int64_t size = bytes_of(view.dtype);
         const char* at =
             static_cast<const char*>(view.data) + element_offset(view, row, first_column) * size;

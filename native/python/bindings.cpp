@@ -66,7 +66,7 @@ void run_repack(nb::object old_mask, nb::object new_mask, int64_t count, nb::lis
         const int64_t bytes = nb::cast<int64_t>(pair[2]);
         if (numel(from) != (old.words ? old.kept : count) ||
             numel(to) != (now.words ? now.kept : count) ||
-            (bytes != 2 && bytes != 4 && bytes != 8 && bytes != 16)) {
+            (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8 && bytes != 16)) {
             throw nb::value_error("no such values");
         }
         values.push_back(

@@ -317,17 +317,17 @@ bool read_view(nb::handle tensor, int64_t rows, int64_t slot_size, TensorView& t
 }
 
 // False if the core cannot reach them, or a slot is longer than it can encode.
-bool read_codes(nb::handle codes, nb::handle scale, const Job& job, Int8View& to) {
+bool read_codes(nb::handle codes, nb::handle scale, const Job& job, int64_t slots,
+                int64_t slot_size, Int8View& to) {
     const PythonNames& name = names();
     for (nb::handle tensor : {codes, scale}) {
         if (get(tensor, name.is_cpu).ptr() != Py_True) return false;
     }
-    const bool fits =
-        numel(codes) == job.num_slots * job.slot_size && numel(scale) == job.num_slots;
+    const bool fits = numel(codes) == slots * slot_size && numel(scale) == job.num_slots;
     if (!fits || get(codes, name.dtype).ptr() != name.int8 || dtype_code(scale) != 2) {
         throw nb::value_error("codes must be int8 with a float32 scale for each row");
     }
-    const auto where = row_layout(codes, job.num_slots, job.slot_size),
+    const auto where = row_layout(codes, slots, slot_size),
                of_scale = row_layout(scale, job.num_slots, 1);
     if (!where || !of_scale || where->across != 1) return false;
     to.data = static_cast<int8_t*>(where->data);
@@ -407,24 +407,31 @@ public:
         job.seed = seed.value_or(0);
         if (row_stride) read_row_stride(*row_stride, job.row_stride);
         if (!read_view(param, job.num_slots, job.slot_size, job.param)) return false;
-        int64_t state_slots = job.num_slots;
+        int64_t state_slots = job.num_slots, state_size = job.slot_size;
         if (!packed.is_none()) {
-            if (rule.slot_states > 0 || !group.signs.empty()) throw nb::value_error("no such mask");
-            read_packed(packed, job.all_slots ? job.slot_size : job.num_slots, job.packed);
+            const bool in_rows = group.needs_row_slots() || !group.signs.empty();
+            const bool has_parts = in_rows || job.all_slots;
+            read_packed(packed, job.num_slots * (has_parts ? job.slot_size : 1), job.packed);
             if (job.all_slots) {
+                if (in_rows) throw nb::value_error("no such mask");
                 if (job.num_slots != 1 || !can_run_packed(group, job)) return false;
-                job.slot_size = job.packed.kept;
+                job.slot_size = state_size = job.packed.kept;
             } else {
+                // Random bits are those of elements, not of ranks.
+                job.expands_state = in_rows || (job.stochastic_rounding && job.slot_size == 1);
                 state_slots = job.packed.kept;
+                if (job.expands_state) state_size = 1;
             }
         }
         job.has_int8_state = !group.signs.empty();
         for (int s = 0; s < rule.states; ++s) {
             if (job.has_int8_state) {
                 nb::handle scale = states[size_t(rule.states + rule.slot_states + s)];
-                if (!read_codes(states[size_t(s)], scale, job, job.int8_state[s])) return false;
+                if (!read_codes(states[size_t(s)], scale, job, state_slots, state_size,
+                                job.int8_state[s]))
+                    return false;
                 job.int8_state[s].is_signed = group.signs[size_t(s)];
-            } else if (!read_view(states[size_t(s)], state_slots, job.slot_size, job.state[s])) {
+            } else if (!read_view(states[size_t(s)], state_slots, state_size, job.state[s])) {
                 return false;
             }
         }

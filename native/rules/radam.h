@@ -18,7 +18,7 @@ struct RAdam {
     static constexpr int options = 4;  // lr, betas, eps
 
     T one_minus_beta1, beta2, one_minus_beta2, eps, step_size;
-    bool divides;
+    T divides;  // 1 or 0; a loop with a bool would not be vectorized
 
     RAdam(const double* o, double step)
         : one_minus_beta1(T(1 - o[1])), beta2(T(o[2])), one_minus_beta2(T(1 - o[2])), eps(T(o[3])) {
@@ -26,9 +26,9 @@ struct RAdam {
         const double left = power(o[2], step);
         const double rho_inf = 2 / (1 - o[2]) - 1;
         const double rho = rho_inf - 2 * step * left / (1 - left);
-        divides = rho > 5;
+        divides = T(rho > 5);
         double size = bias.step_size;
-        if (divides) {
+        if (rho > 5) {
             const double rect = square_root((rho - 4) * (rho - 2) * rho_inf /
                                             ((rho_inf - 4) * (rho_inf - 2) * rho));
             size = size * bias.root * rect;
@@ -40,7 +40,7 @@ struct RAdam {
         exp_avg = exp_avg + one_minus_beta1 * (grad - exp_avg);
         exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
         const T root = square_root(exp_avg_sq) + eps;  // always: a branch would not be vectorized
-        param = param - step_size * exp_avg / (divides ? root : T(1));
+        param = param - step_size * exp_avg / (divides != 0 ? root : T(1));
     }
 };
 

@@ -88,6 +88,46 @@ def test_prefetched_ids_give_the_same_bits(rank: Rank):
 
 
 @ranks(2)
+@pytest.mark.parametrize("kind", ["rows", "tables", "mapped"])
+def test_rows_of_ngrams_are_sent_in_advance(rank: Rank, kind: str):
+    """The rows that tokens are hashed to; from a file, the owner has begun to read them."""
+    found = []
+    for prefetch in (0, 1):
+        torch.manual_seed(0)
+        weight = None
+        if kind == "mapped":
+            path = rank.folder / f"{prefetch}.table"
+            weight = sparsestep.storage.mapped(path, (97, 2), optimizer=sparsestep.RowwiseAdam)
+        memory: Any = sparsestep.nn.NgramEmbedding(97, 2, heads=2, weight=weight)
+        shard(memory, plan="tables" if kind == "tables" else "rows")
+        opt = sparsestep.RowwiseAdam(memory.parameters(), lr=0.1, betas=(0.0, 0.999))
+        batches = []
+        for step in range(STEPS - rank.index):
+            tokens = torch.randint(9, (2, 5), generator=torch.Generator().manual_seed(step))
+            batches.append((tokens + rank.index, (tokens > 3).long()))
+        requests: list[Tensor] = []
+        table: Any = memory.sharded_table
+
+        def prefetch_rows(ids: Tensor, real: Any = table.prefetch, to: Any = requests) -> None:
+            to.append(ids)
+            real(ids)
+
+        rank.monkeypatch.setattr(table, "prefetch", prefetch_rows)
+        with counted() as sent:
+            for tokens, documents in lockstep(batches, prefetch):
+                opt.zero_grad()
+                output = memory(tokens, documents)
+                output.backward(torch.arange(output.numel()).view_as(output) / 9)
+                opt.step()
+        assert len(sent) == (2 if prefetch else STEPS)
+        assert len(requests) == STEPS + (STEPS - 2 if prefetch else 0)
+        found.append(memory.weight.detach().clone())
+    assert same_bits(*found)
+    assert not found[0].isnan().any()
+    assert kind == "tables" or found[0].any()
+
+
+@ranks(2)
 def test_ids_are_prefetched_if_ranks_have_sharded_different_models(rank: Rank):
     alone = dist.new_group([0])
     if rank.index == 0:

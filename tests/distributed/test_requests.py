@@ -236,9 +236,11 @@ def test_what_is_sent_is_what_the_plan_says(rank: Rank, kind: str):
     """Of rows on average; here every owner has as many ids as the others."""
     sent, rows, batch, exchange = [0], 36, 12, Collectives.exchange_bytes
 
-    def count(self: Any, outgoing: Tensor, incoming: Tensor, sizes: Any = (), *more: Any) -> Any:
-        sent[0] += sum(max(0, size - 1) for to, size in enumerate(sizes) if to != rank.index)
-        return exchange(self, outgoing, incoming, *([sizes] if sizes else []), *more)
+    def count(
+        self: Any, outgoing: Tensor, incoming: Tensor, sizes: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        sent[0] += sum(max(0, size - 1) for to, size in enumerate(sizes or ()) if to != rank.index)
+        return exchange(self, outgoing, incoming, sizes, *more, **options)
 
     rank.monkeypatch.setattr(Collectives, "exchange_bytes", count)
     placement = PLACEMENTS[kind]("", rows, DIM, 4)  # type: ignore[arg-type]

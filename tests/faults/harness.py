@@ -15,9 +15,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from sparsestep.errors import InputError
 from tests.faults import ranks
@@ -38,12 +40,16 @@ class Expected(NamedTuple):
         after: snapshots with it.
         events: the events of the injector, on the rank that has the fault.
         seconds: how long the operation takes.
+        left_before: what the ranks leave without the operation.
+        left_after: what they leave with it.
     """
 
     before: list[Snapshot]
     after: list[Snapshot]
     events: int
     seconds: float
+    left_before: Snapshot
+    left_after: Snapshot
 
 
 class Outcome(NamedTuple):
@@ -90,7 +96,7 @@ def calibrate(make: type[Operation], injector: Injector) -> Expected:
         before = _killed(make, lambda run: None)
         after = _killed(make, lambda run: run())
         with _prepared(make) as world:
-            return Expected([before], [after], injector.count(world.run), 0.0)
+            return Expected([before], [after], injector.count(world.run), 0.0, {}, {})
     with _prepared(make) as world:
         before = world.snapshot()
         began = time.perf_counter()
@@ -101,7 +107,7 @@ def calibrate(make: type[Operation], injector: Injector) -> Expected:
         paths = difference(world.snapshot(), after)
     if paths:
         raise FindingError(f"two undisturbed runs differ: {paths[:6]}")
-    return Expected([before], [after], events, seconds)
+    return Expected([before], [after], events, seconds, {}, {})
 
 
 def run_case(make: type[Operation], injector: Injector, nth: int, expected: Expected) -> Outcome:
@@ -237,10 +243,12 @@ def _killed(make: type[Operation], call: Callable[[Callable[[], None]], None]) -
 
 
 def _calibrate_ranks(make: type[ranks.RankOperation], injector: Injector) -> Expected:
+    def nothing(world: ranks.RankOperation) -> Any:
+        return world.snapshot()
+
     def alone(world: ranks.RankOperation) -> Any:
-        before = world.snapshot()
         world.run()
-        return before, world.snapshot()
+        return world.snapshot()
 
     def counted(world: ranks.RankOperation) -> Any:
         if world.rank != make.faulty:
@@ -249,9 +257,9 @@ def _calibrate_ranks(make: type[ranks.RankOperation], injector: Injector) -> Exp
         began = time.perf_counter()
         return injector.count(world.run), time.perf_counter() - began
 
-    found = ranks.run(make, alone)
-    events, seconds = ranks.run(make, counted)[make.faulty]
-    return Expected([each[0] for each in found], [each[1] for each in found], events, seconds)
+    before, after = ranks.run(make, nothing), ranks.run(make, alone)
+    events, seconds = ranks.run(make, counted).ranks[make.faulty]
+    return Expected(before.ranks, after.ranks, events, seconds, before.left, after.left)
 
 
 def _run_ranks(
@@ -268,17 +276,47 @@ def _run_ranks(
             raise FindingError(str(lost)) from lost
         except (Exception, *injector.raises) as raised:  # its own, the other rank's, a timeout
             error = repr(raised)
-        return error, world.snapshot()
+        values = world.snapshot()
+        if make.is_repeatable and KeyboardInterrupt in injector.raises and not injector.kills:
+            _run_ranks_again(world, error, values, expected)
+        return error, values
 
     try:
         found = ranks.run(make, disturbed)
     except ranks.AbortedError:
         return Outcome("aborted")
-    kinds = []
-    for rank, (error, values) in enumerate(found):
+    errors, kinds = [None if each is None else each[0] for each in found.ranks], []
+
+    def judge(error: str | None, values: Snapshot, before: Snapshot, after: Snapshot) -> None:
         raised = None if error is None else RuntimeError(error)
-        kinds.append(_judge(raised, values, expected.before[rank], expected.after[rank]).kind)
-    if len(set(kinds)) > 1 and expected.before != expected.after:
-        errors = [error for error, _ in found]
+        kind = _judge(raised, values, before, after).kind
+        if before != after:
+            kinds.append(kind)
+
+    for each, before, after in zip(found.ranks, expected.before, expected.after, strict=True):
+        if each is not None:
+            judge(*each, before, after)
+    judge(next(filter(None, errors), None), found.left, expected.left_before, expected.left_after)
+    if len(set(kinds)) > 1:
         raise FindingError(f"ranks differ: {kinds}, errors {errors}")
-    return Outcome(kinds[0])
+    return Outcome(kinds[0] if kinds else "done")
+
+
+def _run_ranks_again(
+    world: ranks.RankOperation, error: str | None, values: Snapshot, expected: Expected
+) -> None:
+    """Ranks that were interrupted go on, unless one was so before the others met it."""
+    before, after = expected.before[world.rank], expected.after[world.rank]
+    if error is not None and "gloo" in error:
+        return
+    kinds: list[Any] = [(False, False)] * world.world_size
+    with suppress(RuntimeError):  # the others wait no more
+        dist.all_gather_object(kinds, (error is not None, values == before))
+    if any(is_raised for is_raised, _ in kinds) and all(is_undone for _, is_undone in kinds):
+        try:
+            world.run()
+        except Exception as again:
+            raise FindingError(f"after {error} it is called again and raises {again!r}") from again
+        paths = difference(world.snapshot(), after)
+        if paths:
+            raise FindingError(f"called again, it gives another result: {paths[:6]}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sparsestep
 from tests.faults.operations import Operation, ids_of, of
+from tests.faults.snapshot import Snapshot, snapshot
 
-WORLD = 2
 ROWS, DIM = 101, 8
 TIMEOUT = timedelta(seconds=6)
 
@@ -29,11 +30,27 @@ class RankOperation(Operation):
     """An operation of all ranks.
 
     Attributes:
+        world_size: number of ranks.
+        hosts: on how many hosts they say that they are.
         faulty: the rank that has the fault.
+        plan: where rows are, as in ``shard``.
+        options: other options of ``shard``.
+        semantics: of the optimizer; with ``"dense"``, it tracks the model.
+        dim: elements of a row.
+        bags: how many a rank looks up.
+        is_repeatable: whether it can be called again when ranks were interrupted; otherwise they
+            may have lost each other.
     """
 
+    world_size = 2
+    hosts = 1
     faulty = 1
     plan = "rows"
+    options: ClassVar[dict[str, Any]] = {}
+    semantics = "masked"
+    dim = DIM
+    bags = 6
+    is_repeatable = True
 
     @property
     def rank(self) -> int:
@@ -46,12 +63,22 @@ class RankOperation(Operation):
 
     def new(self) -> None:
         torch.manual_seed(1)
-        self.model = nn.Sequential(sparsestep.nn.EmbeddingBag(ROWS, DIM), nn.Linear(DIM, 2))
-        sparsestep.distributed.shard(self.model, plan=self.plan)
-        self.optimizer = sparsestep.Adam(self.model.parameters(), lr=0.1)
+        table = sparsestep.nn.EmbeddingBag(ROWS, self.dim)
+        self.model = nn.Sequential(table, nn.Linear(self.dim, 2))
+        if self.semantics == "dense":
+            self.model.double()
+        sparsestep.distributed.shard(self.model, plan=self.plan, **self.options)
+        params = self.model.parameters()
+        self.optimizer = sparsestep.Adam(params, lr=0.1, semantics=self.semantics)
+        if self.semantics == "dense":
+            self.optimizer.track(self.model)
 
     def ids(self, step: int) -> Tensor:
-        return ids_of(10 * step + self.rank, 24, ROWS).view(6, 4)
+        return ids_of(10 * step + self.rank, 4 * self.bags, ROWS).view(self.bags, 4)
+
+    def left(self) -> Snapshot:
+        """What another process finds when all ranks have ended."""
+        return {}
 
     def backward(self, step: int) -> None:
         self.optimizer.zero_grad()
@@ -65,11 +92,46 @@ class ClippedStep(RankOperation):
 
     def backward(self, step: int) -> None:
         super().backward(step)
-        sparsestep.clip_grad_norm_(self.model.parameters(), 1.0)
+        clip(self)
 
 
-def look_up(world: RankOperation) -> None:
-    world.model(world.ids(9))
+class Clip(RankOperation):
+    """Gradients are exchanged and scaled, or neither; the next step shows which."""
+
+    pending = 5
+    is_repeatable = False  # the step has used the gradients
+    # While gradients are scaled, memory may run out.
+    faults = ("line", "signal")
+
+    def run(self) -> None:
+        clip(self)
+
+    def values(self) -> dict[str, Any]:
+        self.optimizer.step()
+        return super().values()
+
+
+class PrefetchedLookup(RankOperation):
+    """Ids have been sent by ``lockstep``, and rows come with the numbers."""
+
+    def setup(self) -> None:
+        self.new()
+        batches = [self.batch(step) for step in range(4)]
+        self.loop = iter(sparsestep.distributed.lockstep(batches, prefetch=1))
+        for _ in batches[1:]:
+            self.train_on(next(self.loop))
+        self.last = next(self.loop)
+
+    def batch(self, step: int) -> Any:
+        return self.ids(step)
+
+    def train_on(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch).square().sum().backward()
+        self.optimizer.step()
+
+    def run(self) -> None:
+        self.model(self.last)
 
 
 class Shard(RankOperation):
@@ -77,21 +139,35 @@ class Shard(RankOperation):
 
     def setup(self) -> None:
         torch.manual_seed(1)
-        self.mesh = init_device_mesh("cpu", (WORLD,))
-        self.model = nn.Sequential(sparsestep.nn.EmbeddingBag(ROWS, DIM), nn.Linear(DIM, 2))
+        self.mesh = init_device_mesh("cpu", (self.world_size,))
+        self.model = self.tables()
+
+    def tables(self) -> nn.Module:
+        return nn.Sequential(sparsestep.nn.EmbeddingBag(ROWS, DIM), nn.Linear(DIM, 2))
 
     def run(self) -> None:
-        sparsestep.distributed.shard(self.model, self.mesh, "rows")
+        sparsestep.distributed.shard(self.model, self.mesh, self.plan)
 
     def values(self) -> dict[str, Any]:
-        return {"weights": list(self.model.parameters()), "kind": type(self.model[0]).__name__}
+        modules = {name: type(each).__name__ for name, each in self.model.named_modules()}
+        files = sorted(path.name for path in self.folder.glob(f"items{self.rank}*"))
+        return {"weights": list(self.model.parameters()), "modules": modules, "files": files}
+
+
+class ShardVocabularies(Shard):
+    """One table is in a file, of which each rank gets its own."""
+
+    plan = "auto"
+
+    def tables(self) -> nn.Module:
+        return tables_with_vocabularies(self, in_files=True)
 
 
 class SharedVocabularyLookup(RankOperation):
     def new(self) -> None:
         torch.manual_seed(1)
         self.table = sparsestep.nn.Embedding(41, DIM)
-        sparsestep.distributed.shard(self.table, plan="rows")
+        sparsestep.distributed.shard(self.table, plan="rows", **self.options)
         self.optimizer = sparsestep.Adam(self.table.parameters(), lr=0.1)
         self.vocabulary = sparsestep.distributed.Vocabulary(self.table, self.optimizer, evict="lru")
 
@@ -103,49 +179,104 @@ class SharedVocabularyLookup(RankOperation):
         self.table(self.vocabulary(self.ids(step))).square().sum().backward()
 
     def run(self) -> None:
-        torch.manual_seed(3)
         self.vocabulary(self.ids(9))
 
     def more(self) -> dict[str, Any]:
-        return {"vocabulary": dict(self.vocabulary.state_dict())}
+        rows, used = self.vocabulary.rows, self.vocabulary.used
+        return {"vocabulary": dict(self.vocabulary.state_dict()), "rows": rows, "used": used}
 
 
-class DynamicLookup(SharedVocabularyLookup):
-    """Owners assign rows in the lookup of a collection."""
+class GrowVocabulary(SharedVocabularyLookup):
+    def precede(self) -> None:
+        self.optimizer.zero_grad()
+
+    def run(self) -> None:
+        self.vocabulary.grow(60)
+
+
+class MergeVocabulary(GrowVocabulary):
+    """There is room for the ids of an ordinary vocabulary."""
+
+    def precede(self) -> None:
+        super().precede()
+        super().run()
+        self.other = sparsestep.nn.Vocabulary(20)
+        self.other(ids_of(9, count=9))
+
+    def run(self) -> None:
+        self.vocabulary.merge(self.other)
+
+
+def export(world: SharedVocabularyLookup) -> None:
+    """It changes nothing."""
+    world.vocabulary.export(world.table)
+
+
+def tables_with_vocabularies(world: RankOperation, *, in_files: bool) -> Any:
+    bags = [sparsestep.nn.EmbeddingBag(41, DIM, mode="sum") for _ in range(2)]
+    if in_files:
+        path = world.folder / f"items{world.rank}"
+        tensor = sparsestep.storage.mapped(path, (41, DIM), optimizer=sparsestep.Adam)
+        bags[0] = nn.EmbeddingBag.from_pretrained(tensor, freeze=False, mode="sum")
+    vocabularies = {n: sparsestep.nn.Vocabulary(41 - n, evict="lru") for n in range(2)}
+    return sparsestep.nn.EmbeddingBagCollection(bags, vocabularies=vocabularies)
+
+
+class Dynamic(SharedVocabularyLookup):
+    """A collection of tables with vocabularies."""
 
     in_files = False
-    plan = "auto"
 
     def new(self) -> None:
         torch.manual_seed(1)
-        bags = [sparsestep.nn.EmbeddingBag(41, DIM, mode="sum") for _ in range(2)]
-        if self.in_files:
-            path = self.folder / f"items{self.rank}"
-            tensor = sparsestep.storage.mapped(path, (41, DIM), optimizer=sparsestep.Adam)
-            bags[0] = nn.EmbeddingBag.from_pretrained(tensor, freeze=False, mode="sum")
-        vocabularies = {n: sparsestep.nn.Vocabulary(41 - n, evict="lru") for n in range(2)}
-        self.model = sparsestep.nn.EmbeddingBagCollection(bags, vocabularies=vocabularies)
-        sparsestep.distributed.shard(self.model)
+        self.model = tables_with_vocabularies(self, in_files=self.in_files)
+        sparsestep.distributed.shard(self.model, **self.options)
         self.optimizer = sparsestep.Adam(self.model.parameters(), lr=0.1)
         self.model.attach(self.optimizer)
 
-    def look_up(self, step: int) -> Any:
-        return self.model([self.ids(step), self.ids(step + 1)[:, :1]])
+    def batch(self, step: int) -> Any:
+        return [self.ids(step), self.ids(step + 1)[:, :1]]
 
     def backward(self, step: int) -> None:
         self.optimizer.zero_grad()
-        sum(each.square().sum() for each in self.look_up(step)).backward()
+        sum(each.square().sum() for each in self.model(self.batch(step))).backward()
 
     def run(self) -> None:
-        torch.manual_seed(3)
-        self.look_up(9)
+        """Owners assign rows in the lookup."""
+        self.model(self.batch(9))
 
     def more(self) -> dict[str, Any]:
         return {"vocabularies": dict(self.model.vocabularies.state_dict())}
 
 
+class PrefetchedDynamicLookup(PrefetchedLookup, Dynamic):
+    def train_on(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        sum(each.square().sum() for each in self.model(batch)).backward()
+        self.optimizer.step()
+
+    def batch(self, step: int) -> Any:
+        return Dynamic.batch(self, step)
+
+
+def look_up(world: RankOperation) -> None:
+    world.model(world.ids(9))
+
+
+def look_up_single_ids(world: RankOperation) -> None:
+    """Each id is requested once."""
+    world.model(world.ids(9).view(-1, 1))
+
+
+def step(world: RankOperation) -> None:
+    world.optimizer.step()
+
+
+def clip(world: RankOperation) -> None:
+    sparsestep.clip_grad_norm_(world.model.parameters(), 1.0)
+
+
 def save(world: Any) -> None:
-    """Saving changes nothing that is live."""
     sparsestep.distributed.save(world.folder / "saved", world.model, world.optimizer)
 
 
@@ -166,6 +297,13 @@ def save_and_change_plan(world: RankOperation) -> None:
     world.train(6)
 
 
+def saved(world: Operation) -> Snapshot:
+    folder = world.folder / "saved"
+    if not (folder / "sparsestep.json").exists():
+        return {}
+    return snapshot(sparsestep.distributed.consolidate(folder))
+
+
 class Consolidate(Operation):
     found: Any = None
 
@@ -183,24 +321,52 @@ class Consolidate(Operation):
         return {"found": self.found}
 
 
+FAULTS = (*Operation.faults, "kill")
+# Two hosts of two ranks; the last two are the one that speaks for its host, and the other.
+HOSTS: dict[str, Any] = {"world_size": 4, "hosts": 2, "options": {"topology": "hosts"}}
+SAVE: dict[str, Any] = {"run": save, "left": saved, "faults": FAULTS, "is_repeatable": False}
+LOAD: dict[str, Any] = {"run": load, "is_repeatable": False}
+# Messages are too large for buffers that are allocated in advance.
+LARGE: dict[str, Any] = {"dim": 512, "bags": 600, "faults": ("line", "allocation")}
+
 OPERATIONS: dict[str, type[Operation]] = {
     "consolidate": Consolidate,
     "ranks: shard": Shard,
-    "ranks: lookup": of(RankOperation, run=look_up),
-    "ranks: step": of(RankOperation, pending=5),
-    "ranks: step after clipping": of(ClippedStep, pending=5),
+    "ranks: shard files and vocabularies": ShardVocabularies,
+    "ranks: lookup": of(RankOperation, run=look_up, faults=FAULTS),
+    "ranks: lookup of single ids": of(RankOperation, run=look_up_single_ids),
+    "ranks: lookup in int8": of(RankOperation, run=look_up, options={"wire": "int8"}),
+    "ranks: lookup of large messages": of(RankOperation, run=look_up, **LARGE),
+    "ranks: lookup on hosts": of(RankOperation, run=look_up, faulty=2, **HOSTS),
+    "ranks: tracked lookup": of(RankOperation, run=look_up, semantics="dense"),
+    "ranks: prefetched lookup": PrefetchedLookup,
+    "ranks: step": of(RankOperation, pending=5, faults=FAULTS),
+    "ranks: step after clipping": of(ClippedStep, pending=5, faults=FAULTS),
     "ranks: step on whole tables": of(RankOperation, pending=5, plan="tables"),
+    "ranks: step on copies": of(RankOperation, pending=5, plan="copy"),
+    "ranks: step in bf16": of(RankOperation, pending=5, options={"wire": "bf16"}),
+    "ranks: step of large messages": of(RankOperation, pending=5, **LARGE),
+    "ranks: step on hosts": of(RankOperation, pending=5, faulty=3, **HOSTS),
+    "ranks: deferred step": of(RankOperation, pending=5, semantics="dense"),
+    "ranks: clip": Clip,
     "ranks: vocabulary": SharedVocabularyLookup,
-    "ranks: dynamic lookup": DynamicLookup,
-    "ranks: dynamic lookup in files": of(DynamicLookup, in_files=True),
-    "ranks: save files": of(DynamicLookup, in_files=True, run=save),
-    "ranks: save changes of files": of(
-        DynamicLookup, in_files=True, precede=save_and_train, run=save
-    ),
-    "ranks: load files": of(DynamicLookup, in_files=True, precede=save_and_train, run=load),
-    "ranks: save": of(RankOperation, run=save),
-    "ranks: load": of(RankOperation, precede=save_and_train, run=load),
-    "ranks: reshard": of(RankOperation, precede=save_and_change_plan, run=load),
+    "ranks: vocabulary: grow": GrowVocabulary,
+    "ranks: vocabulary: merge": MergeVocabulary,
+    "ranks: vocabulary: export": of(SharedVocabularyLookup, run=export),
+    "ranks: dynamic lookup": of(Dynamic, faults=FAULTS),
+    "ranks: dynamic lookup in files": of(Dynamic, in_files=True),
+    "ranks: dynamic lookup on hosts": of(Dynamic, faulty=2, **HOSTS),
+    "ranks: prefetched dynamic lookup": PrefetchedDynamicLookup,
+    "ranks: dynamic step": of(Dynamic, pending=5, run=step),
+    "ranks: dynamic step in files": of(Dynamic, pending=5, run=step, in_files=True),
+    "ranks: save files": of(Dynamic, in_files=True, **SAVE),
+    "ranks: save changes of files": of(Dynamic, in_files=True, precede=save_and_train, **SAVE),
+    "ranks: load files": of(Dynamic, in_files=True, precede=save_and_train, **LOAD),
+    "ranks: load vocabularies": of(Dynamic, precede=save_and_train, **LOAD),
+    "ranks: save": of(RankOperation, **SAVE),
+    "ranks: save again": of(RankOperation, precede=save_and_train, **SAVE),
+    "ranks: load": of(RankOperation, precede=save_and_train, faults=FAULTS, **LOAD),
+    "ranks: reshard": of(RankOperation, precede=save_and_change_plan, **LOAD),
 }
 
 
@@ -229,13 +395,25 @@ class StartupError(Exception):
     """Ranks did not meet in time, so the operation has not begun."""
 
 
-def run(make: type[RankOperation], work: Callable[[Any], Any], attempts: int = 3) -> list[Any]:
-    """Set an operation up on all ranks and call a function there; its results by rank."""
+class Results(NamedTuple):
+    """Results of a function that ran on all ranks.
+
+    Attributes:
+        ranks: by rank; ``None`` for one that was killed.
+        left: what another process finds after the ranks have ended.
+    """
+
+    ranks: list[Any]
+    left: Snapshot
+
+
+def run(make: type[RankOperation], work: Callable[[Any], Any], attempts: int = 3) -> Results:
+    """Set an operation up on all ranks and call a function there."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     try:
-        pids = [_start(make, work, folder, rank) for rank in range(WORLD)]
+        pids = [_start(make, work, folder, rank) for rank in range(make.world_size)]
         statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-        return _results(folder, statuses)
+        return Results(_results(make, folder, statuses), make(folder).left())
     except StartupError:
         if attempts == 1:
             raise
@@ -244,14 +422,18 @@ def run(make: type[RankOperation], work: Callable[[Any], Any], attempts: int = 3
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _results(folder: Path, statuses: list[int]) -> list[Any]:
+def _results(make: type[RankOperation], folder: Path, statuses: list[int]) -> list[Any]:
     found = []
     for rank, status in enumerate(statuses):
         path = folder / f"result{rank}"
+        is_ready = len(list(folder.glob("ready*"))) == make.world_size
+        if status == signal.SIGKILL and rank == make.faulty and is_ready:
+            found.append(None)
+            continue
         if status or not path.exists():
             log = (folder / f"log{rank}").read_text()
             words = f"rank {rank} ended with status {status}: {log[:1000]} [...] {log[-1000:]}"
-            if len(list(folder.glob("ready*"))) < WORLD:
+            if not is_ready:
                 raise StartupError(words)
             if is_aborted(log):
                 raise AbortedError(words)
@@ -267,12 +449,14 @@ def _start(make: type[RankOperation], work: Callable[[Any], Any], folder: Path, 
     pid = os.fork()
     if pid:
         return pid
-    status = 1
+    status, world_size = 1, make.world_size
     try:
         log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 2)
-        store = dist.FileStore(str(folder / "store"), WORLD)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
+        os.environ["GROUP_RANK"] = str(rank * make.hosts // world_size)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        options = {"rank": rank, "world_size": world_size, "timeout": TIMEOUT}
+        dist.init_process_group("gloo", store=store, **options)
         world = make(folder).prepare()
         dist.barrier()
         (folder / f"ready{rank}").touch()

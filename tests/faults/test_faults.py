@@ -23,6 +23,7 @@ PAIRS = (
     *("step in backward/line", "lookup: tracked/allocation", "grow/allocation"),
     *("load_state_dict/line", "vocabulary: lru/line", "mapped step/allocation"),
     *("save: changes/kill", "load/kill", "ranks: step/allocation", "ranks: load/line"),
+    "ranks: clip/line",
 )
 
 

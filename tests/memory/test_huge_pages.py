@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -86,14 +87,16 @@ def test_contents_and_addresses_stay():
         assert tensor.data_ptr() == address
 
 
-def test_an_optimizer_moves_a_table_and_its_state(calls: Calls):
+@pytest.mark.parametrize("by_hand", [False, True], ids=["", "functional"])
+def test_an_optimizer_moves_a_table_and_its_state(calls: Calls, by_hand: bool):
     weight = torch.nn.Parameter(torch.zeros(1 << 18, 8))
-    optimizer = sparsestep.Adagrad([weight], lr=0.1)
+    make: Any = sparsestep.FunctionalAdagrad if by_hand else sparsestep.Adagrad
+    optimizer = make([weight], lr=0.1)
     ids = torch.arange(1 << 16)[None]
     weight.grad = torch.sparse_coo_tensor(ids, torch.ones(1 << 16, 8), weight.shape)
-    for _ in range(80):
-        optimizer.step()
-        if optimizer.iterations < weight.nbytes // (4 << 16):
+    for step in range(80):
+        optimizer.step(*([[weight.grad]] if by_hand else []))
+        if step + 1 < weight.nbytes // (4 << 16):
             assert calls.pages == []
     moved = set(calls.pages)
     for tensor in (weight, optimizer.state[weight]["sum"]):

@@ -1,4 +1,7 @@
-"""Masks over elements under rules that need whole rows: state per row, and int8 state."""
+"""Masks over elements under rules that need whole rows: state per row, and int8 state.
+
+State per element is packed by the mask, state per row is not.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import Tensor
 
 import sparsestep
 from tests.generate.garbage import Unusable
-from tests.table import same_bits
+from tests.table import same_bits, state_of
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "RowwiseAdagrad": (sparsestep.RowwiseAdagrad, {}),
@@ -19,6 +22,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "per_row": (sparsestep.Adam, {"bias_correction": "per_row"}),
 }
 each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+OPTIMIZERS = {**OPTIMIZERS, "AdamW": (sparsestep.AdamW, {})}
 each_engine = pytest.mark.parametrize("engine", ["native", "reference"])
 MASK = torch.rand(9, 7, generator=torch.Generator().manual_seed(1)) < 0.4
 MASK[3] = False
@@ -61,10 +65,13 @@ def test_a_row_sees_the_gradient_of_its_kept_elements(name: str, engine: str, sp
     assert same_bits(param.detach()[MASK], expected.detach()[MASK])
     assert same_bits(param.detach()[~MASK], weight[~MASK])
     touched = [row for row in (0, 4, 7, 8) if MASK[row].any()] if sparse else MASK.any(1)
+    found = state_of(ours, param)
     for key, value in other.state[expected].items():
-        assert same_bits(ours.state[param][key].reshape(-1)[:1], value.reshape(-1)[:1])
+        assert same_bits(found[key].reshape(-1)[:1], value.reshape(-1)[:1])
         if value.dim():
-            assert same_bits(ours.state[param][key][touched], value[touched])
+            assert same_bits(found[key][touched], value[touched])
+        if value.dim() == 2:
+            assert ours.state[param][key].shape == (int(MASK.sum()),)
 
 
 @each_optimizer
@@ -84,11 +91,11 @@ def test_set_mask_keeps_the_state_of_rows_and_elements_that_stay(name: str):
     ours, param = make(name, torch.ones(9, 7), mask=MASK)
     param.grad = torch.ones(9, 7)
     ours.step()
-    before = {key: value.clone() for key, value in ours.state[param].items()}
+    before = {key: value.clone() for key, value in state_of(ours, param).items()}
     new = MASK.clone()
     new[0], new[1] = ~MASK[0], True  # of row 0 nothing stays, of row 1 everything
     ours.set_mask(param, new)
-    for key, value in ours.state[param].items():
+    for key, value in state_of(ours, param).items():
         if not value.dim():
             continue
         assert not value[0].any() or key.endswith("_scale")
@@ -97,6 +104,24 @@ def test_set_mask_keeps_the_state_of_rows_and_elements_that_stay(name: str):
         assert same_bits(value[2:], before[key][2:])
     ours.step()
     assert (param.detach()[new] != 1).all()
+
+
+def test_packed_checkpoints_change_between_int8_and_float():
+    """As dense ones do: codes have a scale for each row of the parameter."""
+    for first, second in (("AdamW int8", "AdamW"), ("AdamW", "AdamW int8")):
+        ours, param = make(first, torch.ones(9, 7), mask=MASK)
+        for grad in draw_grads(sparse=False):
+            param.grad = grad
+            ours.step()
+        found = []
+        for packed in (False, True):
+            other, weight = make(second, torch.ones(9, 7), mask=MASK)
+            state = ours.state_dict(packed=packed)["state"]
+            other.load_state_dict({**other.state_dict(), "state": state})
+            found.append(other.state[weight])
+        for key, value in found[0].items():
+            assert same_bits(value, found[1][key])
+        assert found[0]["exp_avg"].shape == (int(MASK.sum()),)
 
 
 def test_entries_of_elements_stay_apart_within_their_row():

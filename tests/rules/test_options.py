@@ -178,7 +178,7 @@ NO_NUMBERS: list[Any] = [
     *(Unprintable(), Wrapper(torch.zeros(2))),
     *("1e-3", "fast", None, [], [0.1], (0.1,), {}, {"lr": 0.1}, 1j, object(), torch.float32),
     *(NAN, INF, -INF, 10**400, TWO, torch.tensor(1j), torch.tensor(NAN)),
-    *(torch.tensor(0.1, device="meta"), np.ones(2), b"1"),
+    *(torch.tensor(0.1, device="meta"), torch.ones(1).to_sparse(), np.ones(2), b"1"),
 ]
 # For each kind of option, values that are none of it.
 WRONG: dict[str, list[Any]] = {

@@ -545,10 +545,6 @@ class _Translation:
         locks = [each.lock for each in dict.fromkeys(self._vocabularies) if each is not None]
         if not locks:
             return look_up()
-        # A rank that stops in the middle of an exchange keeps the others waiting.
-        return uninterrupted(partial(self._run, look_up, locks))
-
-    def _run(self, look_up: Callable[[], list[Tensor]], locks: Sequence[Any]) -> list[Tensor]:
         found: list[Tensor] = []
         with ExitStack() as stack:
             for lock in locks:
@@ -585,6 +581,16 @@ def sharded_lookup(
 
     What ``make_requests`` raises on one rank, all ranks raise; messages name the ``first`` table.
     """
+    # A rank that stops in the middle of an exchange keeps the others waiting.
+    return uninterrupted(partial(_look_up_together, group, first, make_requests, operation))
+
+
+def _look_up_together(
+    group: TableGroup,
+    first: ShardedTable,
+    make_requests: Callable[[], TableRequests],
+    operation: ExchangeKind,
+) -> list[Tensor]:
     status, counts = group.status(operation, first), group.new_counts()
     requests: Sequence[LookupRequest] = []
     incoming: Sequence[IncomingLookup | None] = []

@@ -335,6 +335,9 @@ class Vocabulary(nn.Module):
             >>> vocabulary.export(table)
             (Embedding(3, 4), {1000000000000000000: 1, -7: 2})
         """
+        return uninterrupted(partial(self._export_together, table))
+
+    def _export_together(self, table: Table) -> tuple[nn.Embedding, dict[int, int]] | None:
         ranks, shared, sharded = self.collectives, self.local.options.shared, self._table
         with Caught() as caught:
             sharded = self._check_table("Vocabulary.export", table)

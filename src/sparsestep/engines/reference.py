@@ -26,22 +26,26 @@ class ReferenceResult:
     """New values for the slots of a gradient, in the parameter and its state; not written yet."""
 
     update: ParamUpdate
-    slots: list[Tensor | None]  # for each tensor
+    slots: Tensor | None
     new: list[Tensor]
+    kept: tuple[Tensor, Tensor] | None = None  # of packed state, as ``PackedMask.locate`` says
 
     @torch.no_grad()
     def writes(self) -> Iterator[Callable[[], object]]:
         """Calls that store the new values, rounded to each tensor's own dtype."""
-        targets = zip(self.update.targets, self.slots, self.new, strict=False)
-        for index, (tensor, slots, new) in enumerate(targets):
-            yield _scatter(tensor.detach(), slots, self._rounded(index, new, tensor.dtype))
+        for index, (tensor, new) in enumerate(zip(self.update.targets, self.new, strict=False)):
+            rounded = self._rounded(index, new, tensor.dtype)
+            if self.kept is not None and _is_packed(self.update, index):
+                yield _scatter_kept(tensor.detach(), *self.kept, rounded)
+            else:
+                yield _scatter(tensor.detach(), self.slots, rounded)
 
     def _rounded(self, index: int, new: Tensor, dtype: torch.dtype) -> Tensor:
         seed, settings, stride = self.update.seed, self.update.settings, self.update.row_stride
         is_code = dtype is torch.int8
         if seed is None or not (is_code or (settings.stochastic_rounding and dtype in HALF_DTYPES)):
             return new.to(dtype)
-        slots = self.slots[index]
+        slots = self.slots
         if slots is None:
             slots = torch.arange(len(new), device=new.device)
         if is_code:
@@ -113,24 +117,29 @@ def compute(update: ParamUpdate) -> ReferenceResult:
         indexed = packed.select(indexed)
     slots, grad = sum_duplicates(indexed)
     if grad.numel() == 0:
-        return ReferenceResult(update, [], [])
+        return ReferenceResult(update, None, [])
     tensors = update.targets
     in_double = any(tensor.dtype == torch.float64 for tensor in (*tensors, grad))
     dtype = torch.float64 if in_double else torch.float32
     grad = grad.to(dtype)
     if settings.grad_sign < 0:
         grad = -grad
-    per_row = [False, *(spec.per_row for spec in settings.rule.state)]
-    state_slots = slots if packed is None or slots is None else packed.positions(slots)
-    slots_of = [slots, *(state_slots for _ in settings.rule.state)]
-    old = [
-        _gather(tensor, at, indexed.num_slots, 1 if is_per_row else indexed.slot_size, dtype)
-        for tensor, at, is_per_row in zip(tensors, slots_of, per_row, strict=True)
-    ]
+    kept = None
+    if packed is not None and slots is not None:
+        inside = torch.arange(packed.shape.numel() // indexed.num_slots)
+        kept = packed.locate(slots[:, None] * len(inside) + inside)
+    old = []
+    for index, tensor in enumerate(tensors):
+        if kept is not None and _is_packed(update, index):
+            old.append(_gather_kept(tensor, *kept, dtype))
+            continue
+        size = 1 if index > 0 and settings.rule.state[index - 1].per_row else indexed.slot_size
+        old.append(_gather(tensor, slots, indexed.num_slots, size, dtype))
     param, *state = old = [old[0], *int8.decode(settings.rule.state, old[1:])]
     mask = indexed.element_mask
-    if mask is not None and indexed.value_index is not None:
-        mask = mask[indexed.value_index]
+    if mask is not None:
+        mask = mask if indexed.value_index is None else mask[indexed.value_index]
+        grad = grad.masked_fill(~mask, 0)
     if settings.coupled_decay:
         decay = settings.coupled_decay * param
         grad = grad + (decay if mask is None else torch.where(mask, decay, 0.0))
@@ -144,7 +153,8 @@ def compute(update: ParamUpdate) -> ReferenceResult:
         ]
     if settings.constraint is not None:  # slots are rows
         new[0] = settings.constraint.apply(new[0])
-    return ReferenceResult(update, slots_of, [new[0], *int8.encode(settings.rule.state, new[1:])])
+    new[1:] = int8.encode(settings.rule.state, new[1:])
+    return ReferenceResult(update, slots, new, kept)
 
 
 def _gather(
@@ -154,6 +164,26 @@ def _gather(
     if slots is None:
         return tensor.reshape(num_slots, slot_size).to(dtype, copy=True)
     return tensor[_slot_index(tensor, slots, slot_size)].reshape(len(slots), slot_size).to(dtype)
+
+
+def _is_packed(update: ParamUpdate, index: int) -> bool:
+    """Whether a mask has packed one of an update's targets: state per element."""
+    is_state = update.packed is not None and index > 0
+    return is_state and not update.settings.rule.state[index - 1].per_row
+
+
+def _gather_kept(tensor: Tensor, is_kept: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Packed state as slots, with zeros where a mask keeps nothing."""
+    found = tensor.new_zeros((*is_kept.shape, *tensor.shape[1:]), dtype=dtype)
+    found[is_kept] = tensor[positions].to(dtype)
+    return found.view(len(is_kept), -1)
+
+
+def _scatter_kept(
+    tensor: Tensor, is_kept: Tensor, positions: Tensor, new: Tensor
+) -> Callable[[], object]:
+    values = new.reshape(*is_kept.shape, *tensor.shape[1:])[is_kept]
+    return partial(tensor.index_put_, (positions,), values)
 
 
 def _scatter(tensor: Tensor, slots: Tensor | None, new: Tensor) -> Callable[[], object]:

@@ -81,9 +81,23 @@ def clip_grad_norm_(
         >>> table.weight.grad.to_dense()[1].norm()
         tensor(1.0000)
     """
-    name = "clip_grad_norm_"
-    params = _list_params(name, parameters)
+    params = _list_params("clip_grad_norm_", parameters)
     sources = sources_of(each for each in params if isinstance(each, Tensor))
+    arguments = params, sources, max_norm, norm_type, error_if_nonfinite, foreach
+    clip = partial(_clip_grad_norm, *arguments)
+    # A process that stops in the middle of an exchange keeps the others waiting.
+    return uninterrupted(clip) if sources else clip()
+
+
+def _clip_grad_norm(
+    params: Sequence[Tensor],
+    sources: Sequence[ShardedGradSource],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    name = "clip_grad_norm_"
     exchange = GradExchange(sources, lambda _: {"caller": name})
     grads, norms, rest, error = list[_NamedGrad](), list[Tensor](), list[_NamedGrad](), None
     try:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sparsestep._process import uninterrupted
 from sparsestep._torch import foreach_unscale_, without_torch_function
 from sparsestep.errors import InputError, message
 
@@ -152,7 +154,8 @@ def exchange_grads(params: Iterable[Tensor], reader: str = "reads gradients") ->
     """Exchange the pending gradients of parameters; all processes call it, for the same reader."""
     sources = sources_of(params)
     if sources:
-        GradExchange(sources, lambda _: {"caller": reader}).agree()
+        # A process that stops in the middle of an exchange keeps the others waiting.
+        uninterrupted(lambda: GradExchange(sources, lambda _: {"caller": reader}).agree())
 
 
 class UnscaledValues(Tensor):
@@ -181,7 +184,8 @@ class UnscaledValues(Tensor):
         with without_torch_function():
             func([each.as_subclass(Tensor) for each in values], found_inf, scale)
             for source in _sort_sources(each() for each in refs):
-                found_inf.copy_(source.all_ranks_norm(found_inf, math.inf))
+                norm = partial(source.all_ranks_norm, found_inf, math.inf)
+                found_inf.copy_(uninterrupted(norm))
         return None
 
 

@@ -47,7 +47,8 @@ class IndexedGrad(NamedTuple):
         scale: ``[n]``, real: a factor for the row of each entry, applied before summing. The
             products are rounded to the precision of ``values``.
         element_mask: bool, of the shape of ``values``: the elements that are updated; by default,
-            all. If a slot is repeated, an element is updated if one of its entries says so.
+            all. If a slot is repeated, an element is updated if one of its entries says so. The
+            values of other elements count as zeros in the mean square of a row.
     """
 
     indices: Tensor | None

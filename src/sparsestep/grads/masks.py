@@ -96,6 +96,13 @@ def over_elements(mask: Tensor, shape: torch.Size) -> Tensor:
     return mask.view(-1, *[1] * (len(shape) - 1)).expand(shape) if mask.dim() == 1 else mask
 
 
+def all_elements(mask: Tensor | None, param: Tensor) -> Tensor:
+    """Return a mask as one over the elements of a parameter; ``None`` selects all."""
+    if mask is None:
+        return torch.ones((), dtype=torch.bool, device=param.device).expand(param.shape)
+    return over_elements(mask, param.shape)
+
+
 class PackedMask(NamedTuple):
     """A mask over elements at one time, and the layout of state that has only what it keeps."""
 
@@ -141,9 +148,16 @@ class PackedMask(NamedTuple):
             and torch.equal(self.words, other.words)
         )
 
-    def positions(self, elements: Tensor) -> Tensor:
-        """Return where packed state has the values of kept elements."""
-        return torch.searchsorted(self.indices(), elements)
+    def locate(self, elements: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which of some elements are kept, and where packed state has the values of those.
+
+        Example:
+            >>> packed = PackedMask.of(torch.tensor([False, True, True]))
+            >>> packed.locate(torch.tensor([[0, 2]]))
+            (tensor([[False,  True]]), tensor([1]))
+        """
+        kept = self.bits()[elements]
+        return kept, torch.searchsorted(self.indices(), elements[kept])
 
     def select(self, grad: IndexedGrad) -> IndexedGrad:
         """Return the kept elements of a dense gradient, each as a slot of its own."""
@@ -229,9 +243,8 @@ def apply_mask(
     if by_row and grad.indices is None and selection.mask.dim() > 1 and numel:
         elements = selection.mask.flatten(1)
         rows = elements.any(1).nonzero().squeeze(1)
-        kept = elements[rows]
-        values = grad.values.reshape(elements.shape)[rows].masked_fill_(~kept, 0)
-        return IndexedGrad(rows, values, len(elements), kept.shape[1], element_mask=kept)
+        values, (num_rows, size) = grad.values.reshape(elements.shape), elements.shape
+        return IndexedGrad(rows, values, num_rows, size, value_index=rows, element_mask=elements)
     mask = selection.mask.reshape(-1)
     num_slots = len(mask)
     if not numel:

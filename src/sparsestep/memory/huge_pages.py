@@ -66,8 +66,8 @@ class HugePages:
     def move(self, round: int) -> None:
         """Move one page that is due."""
         waiting = next((each for each in self._waiting if each.due <= round), None)
-        if waiting is not None and not _move_page(waiting):
-            self._waiting.remove(waiting)
+        if waiting is not None and not _move_page(waiting):  # several threads may come here
+            self._waiting = [each for each in self._waiting if each is not waiting]
         self.due = min((each.due for each in self._waiting), default=math.inf)
 
     def move_all(self) -> None:

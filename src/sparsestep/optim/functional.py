@@ -468,6 +468,8 @@ class FunctionalOptimizer:
                 self._run(step)
                 for _, index in step.duplicates:  # a parameter that was given more than once
                     self._update(index, gradients[index])
+            self.optimizer.iterations += 1
+            self.optimizer.move_pages()
 
     def step_param(self, param: Tensor, grad: Gradient | None) -> None:
         """Update one parameter. A new parameter is added.

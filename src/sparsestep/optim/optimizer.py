@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial, reduce
-from operator import and_
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -440,9 +439,13 @@ class RuleOptimizer(_Base):
                     self._plan_step()
             if mapped_files:
                 written(self.params())
-            if self.iterations >= self.store.huge_pages.due:
-                self.store.huge_pages.move(self.iterations)
+            self.move_pages()
         return loss
+
+    def move_pages(self) -> None:
+        """Move memory that has been used enough into huge pages, after a step."""
+        if self.iterations >= self.store.huge_pages.due:
+            self.store.huge_pages.move(self.iterations)
 
     def _step_together(self, sources: Sequence[ShardedGradSource]) -> None:
         """Step with tables that ranks share: all ranks prepare, then all commit, or none does."""
@@ -788,13 +791,15 @@ class RuleOptimizer(_Base):
             return
         if mapped_files:
             about_to_write(param, tensors, rows)
-        _, _, packed = self.stored_state(param)
+        rule, _, packed = self.stored_state(param)
+        rows = elements = rows.to("cpu").contiguous()
         if packed is not None:
-            rows = torch.isin(packed.indices() // packed.shape[1:].numel(), rows).nonzero()[:, 0]
-        rows = rows.to("cpu").contiguous()
-        for tensor, value in zip(as_real_rows(memory, tensors)[1], values, strict=True):
+            elements = packed.indices() // packed.shape[1:].numel()
+            elements = torch.isin(elements, rows).nonzero()[:, 0].contiguous()
+        real = as_real_rows(memory, tensors)[1]
+        for spec, tensor, value in zip(rule.state, real, values, strict=False):
             fresh = torch.full((1, *tensor.shape[1:]), value, dtype=tensor.dtype, device="cpu")
-            writes.add(tensor, rows, fresh)
+            writes.add(tensor, rows if spec.per_row else elements, fresh)
         deferred = self._deferred_rows(param)
         if deferred is not None:
             writes.add(*deferred.prepare_reset(rows))
@@ -830,9 +835,9 @@ class RuleOptimizer(_Base):
         ``initial``. The parameter itself does not change: set dropped weights to zero yourself.
         With ``semantics="dense"``, rows that change catch up first.
 
-        With a mask over elements, the state of a contiguous parameter on the CPU is packed: a
-        vector of one value for each entry that the mask keeps, in order. ``state_dict()`` has
-        torch's form.
+        With a mask over elements, the state per element of a contiguous parameter on the CPU is
+        packed: a vector of one value for each entry that the mask keeps, in order.
+        ``state_dict()`` has torch's form.
 
         The optimizer keeps a copy of the mask. So does a checkpoint, in the param group.
 
@@ -894,7 +899,7 @@ class RuleOptimizer(_Base):
         calls: list[Callable[[], object]] = []
         values = states.initial_values(stored, group, initial)
         if layout is not None or packed is not None:
-            calls = self._prepare_layout(param, layout, packed, old, mask, values)
+            calls = self._prepare_layout(param, layout, packed, old, mask, values, writes)
         else:
             changed = masks.changed_entries(old, mask, memory.shape)
             if changed is not None and changed.shape == memory.shape[:1]:
@@ -919,10 +924,12 @@ class RuleOptimizer(_Base):
         old: Tensor | None,
         new: Tensor | None,
         values: list[float],
+        writes: RowWrites,
     ) -> list[Callable[[], object]]:
         """Copy state from one layout to another; what only one mask selects starts over.
 
-        New entries start from ``values``.
+        New entries start from ``values``. State per row starts over unless the row has an element
+        that both masks keep.
         """
         memory = memory_of(param)
         tensors, defaults = self._resettable_state(param)
@@ -930,16 +937,24 @@ class RuleOptimizer(_Base):
             return []
         rule, param_state, _ = self.stored_state(param)
         assert param_state is not None
-        made = states.replace_layout(tensors, values, memory.shape, layout, packed)
-        filled = None
+        _check_reset(tensors, values, defaults)
+        made = states.replace_layout(rule.state, tensors, values, memory.shape, layout, packed)
+        filled, fills = None, values
         if layout is None and old is not None:  # new entries
             assert packed is not None
             filled = ~masks.over_elements(old, memory.shape).reshape(-1)[packed.indices()]
         elif packed is None and new is not None:  # dropped ones
-            filled, values = ~masks.over_elements(new, memory.shape), defaults
-        if filled is not None:
-            for tensor, value in zip(made, values, strict=True):
+            filled, fills = ~masks.over_elements(new, memory.shape), defaults
+        for spec, tensor, value in zip(rule.state, made, fills, strict=True):
+            if filled is not None and not spec.per_row:
                 tensor.masked_fill_(filled, states.fill_value(tensor.dtype, value))
+        if rule.needs_whole_rows:
+            before = masks.all_elements(old, memory)
+            if layout is not None:
+                before = layout.bits()[: memory.numel()].view(memory.shape)
+            each = zip(rule.state, tensors, values, defaults, strict=True)
+            rows = [(t, value, default) for spec, t, value, default in each if spec.per_row]
+            _reset_rows(rows, before, masks.all_elements(new, memory), writes)
         replaced = dict(zip(rule.state_names, made, strict=True))
         return [
             partial(param_state.update, replaced),
@@ -960,17 +975,12 @@ class RuleOptimizer(_Base):
 
         State per row is reset unless the row has an element that both masks keep.
         """
-        shape = changed.shape
         tensors, defaults = self._resettable_state(param)
         if not tensors:
             return
-        each = zip(tensors, values, defaults, strict=True)
-        if any(tensor.dtype is torch.int8 and any(numbers) for tensor, *numbers in each):
-            requirement = "elements whose int8 state does not start at zero cannot be reset"
-            raise InputError(message(requirement, values, "Use another state_dtype"))
-        both = [masks.over_elements(m, shape) for m in (old, new) if m is not None]
-        row_stays = reduce(and_, both).flatten(1).any(1)
-        is_new = changed if new is None else changed & both[-1]
+        _check_reset(tensors, values, defaults)
+        before, after = (masks.all_elements(m, memory_of(param)) for m in (old, new))
+        is_new = changed & after
         rows = changed.flatten(1).any(1).nonzero().squeeze(1).to("cpu")
         if not rows.numel():
             return
@@ -979,10 +989,7 @@ class RuleOptimizer(_Base):
         real = as_real_rows(memory_of(param), tensors)[1]
         for tensor, value, default in zip(real, values, defaults, strict=True):
             if tensor.dim() < changed.dim():
-                reset = (~row_stays).nonzero().squeeze(1).to("cpu")
-                gains = is_new.flatten(1).any(1).to("cpu")[reset]
-                filled = torch.where(gains, value, default).to(tensor.dtype)
-                writes.add(tensor, reset, filled)
+                _reset_rows([(tensor, value, default)], before, after, writes)
                 continue
             at = rows.to(tensor.device)
             found = tensor[at]
@@ -1255,6 +1262,29 @@ def _mask_of(group: ParamGroup, param: Tensor) -> Tensor | None:
     """The mask of a parameter of a group."""
     pairs = zip(masks.per_param(group.get("mask"), group["params"]), group["params"], strict=True)
     return next(mask for mask, each in pairs if each is param)
+
+
+def _check_reset(
+    tensors: Sequence[Tensor], values: Sequence[float], defaults: Sequence[float]
+) -> None:
+    """Refuse to start elements of int8 state from a number: a row of codes has one scale."""
+    each = zip(tensors, values, defaults, strict=True)
+    if any(tensor.dtype is torch.int8 and any(numbers) for tensor, *numbers in each):
+        requirement = "elements whose int8 state does not start at zero cannot be reset"
+        raise InputError(message(requirement, list(values), "Use another state_dtype"))
+
+
+def _reset_rows(
+    state: Iterable[tuple[Tensor, float, float]], before: Tensor, after: Tensor, writes: RowWrites
+) -> None:
+    """Have state per row start over where two masks have no element in common.
+
+    Each tensor comes with its value for rows with new elements, and that for all others.
+    """
+    reset = (~(before & after)).flatten(1).all(1).nonzero().squeeze(1).to("cpu")
+    gains = (after & ~before).flatten(1).any(1).to("cpu")[reset]
+    for tensor, value, default in state:
+        writes.add(tensor, reset, torch.where(gains, value, default).to(tensor.dtype))
 
 
 def check_model_and_optimizer(who: str, model: Any, optimizer: Any) -> None:

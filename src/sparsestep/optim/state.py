@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -61,19 +61,20 @@ class Records(defaultdict[Tensor, Any]):
 def packs_by(
     rule: Rule, mask: Tensor, param: Tensor, group: Mapping[str, Any], engine: str
 ) -> bool:
-    """Whether a mask packs the state of a parameter: one value for each kept element.
+    """Whether a mask packs the state per element of a parameter: one value for each kept one.
 
-    State in files and on other devices, that of sharded tables, of parameters that are not
-    contiguous, and of rows with a constraint keeps the parameter's shape. So does state that is
-    rounded stochastically: its random bits belong to the element. Triton's kernels, which an
-    interpreter runs on the CPU, have one index for parameter and state.
+    State per row is small as it is. State in files and on other devices, that of sharded tables, of
+    parameters that are not contiguous, of complex rows, and of rows with a constraint keeps the
+    parameter's shape. So does int8 state that does not start at zero, which elements cannot go back
+    to, and that of ``dense="elementwise"``, whose shape says what is in it. Triton's kernels, which
+    an interpreter runs on the CPU, have one index for parameter and state.
     """
-    is_half = group.get("state_dtype") in parameters.HALF_DTYPES
     return (
         mask.dim() > 1
-        and not rule.needs_whole_rows
         and engine != "triton"
-        and not (is_half and group.get("stochastic_rounding"))
+        and not (rule.needs_whole_rows and (param.is_complex() or not rule.has_element_state))
+        and not any(s.dtype is torch.int8 and initial_value(s, group) for s in rule.state)
+        and group.get("dense") != "elementwise"
         and RowConstraint.of_group(group) is None
         and param.is_cpu
         and not parameters.is_distributed(param)
@@ -93,50 +94,55 @@ def packed_layout(
 
 def state_shape(spec: StateSpec, param: Tensor, packed: PackedMask | None = None) -> torch.Size:
     """The shape of a state tensor: the parameter's, its first dim alone, or what a mask keeps."""
+    if spec.per_row:
+        return param.shape[:1]
     if packed is not None and packed.shape == param.shape:
         return torch.Size([packed.kept])
-    return param.shape[:1] if spec.per_row else param.shape
+    return param.shape
 
 
 def relayout(
+    state: Sequence[StateSpec],
     tensors: list[Tensor],
     values: list[float],
     shape: torch.Size,
     old: PackedMask | None,
     new: PackedMask | None,
 ) -> list[Tensor]:
-    """Copy state into another layout; ``None`` is that of a parameter of the given shape.
+    """Copy state per element into another layout; ``None`` is that of a parameter of this shape.
 
-    Elements that the old layout does not have get their state's value in ``values``.
+    Elements that the old layout does not have get their state's value in ``values``. State per row
+    is returned as it is.
 
     Example:
         >>> masks = torch.tensor([[True, True, False]]), torch.tensor([[False, True, True]])
         >>> old, new = map(PackedMask.of, masks)
-        >>> state = [torch.tensor([1.0, 2.0])]
-        >>> relayout(state, [0.5], torch.Size([1, 3]), old, new)
+        >>> specs, state = [StateSpec("sum")], [torch.tensor([1.0, 2.0])]
+        >>> relayout(specs, state, [0.5], torch.Size([1, 3]), old, new)
         [tensor([2.0000, 0.5000])]
-        >>> relayout(state, [0.5], torch.Size([1, 3]), old, None)
+        >>> relayout(specs, state, [0.5], torch.Size([1, 3]), old, None)
         [tensor([[1.0000, 2.0000, 0.5000]])]
     """
-    for tensor in tensors:
-        parameters.check_writable("the state", tensor)
-    numel = shape.numel()
+    found, numel = list(tensors), shape.numel()
     shape = shape if new is None else torch.Size([new.kept])
-    tensors = [tensor.detach().reshape(-1) for tensor in tensors]
-    made = [
-        pages.full(shape, fill_value(tensor.dtype, value), tensor.dtype, tensor.device)
-        for tensor, value in zip(tensors, values, strict=True)
-    ]
-    if ext is not None and numel and all(tensor.is_cpu for tensor in tensors):
-        pairs = [(t, m, t.element_size()) for t, m in zip(tensors, made, strict=True)]
-        ext.repack(old, new, numel, pairs, torch.get_num_threads())
-        return made
+    pairs = []
+    for index, (spec, tensor, value) in enumerate(zip(state, tensors, values, strict=True)):
+        if spec.per_row:
+            continue
+        parameters.check_writable("the state", tensor)
+        dtype = tensor.dtype
+        found[index] = pages.full(shape, fill_value(dtype, value), dtype, tensor.device)
+        pairs.append((tensor.detach().reshape(-1), found[index]))
+    if ext is not None and numel and all(tensor.is_cpu for tensor, _ in pairs):
+        sized = [(tensor, into, tensor.element_size()) for tensor, into in pairs]
+        ext.repack(old, new, numel, sized, torch.get_num_threads())
+        return found
     everything = torch.ones(numel, dtype=torch.bool)
     before, after = (m.bits()[:numel] if m is not None else everything for m in (old, new))
     stays, to = after[before], before[after]
-    for tensor, into in zip(tensors, made, strict=True):
+    for tensor, into in pairs:
         into.view(-1)[to.to(tensor.device)] = tensor[stays.to(tensor.device)]
-    return made
+    return found
 
 
 def state_dtype_for(
@@ -157,6 +163,7 @@ def state_dtype_for(
 
 
 def replace_layout(
+    state: Sequence[StateSpec],
     tensors: list[Tensor],
     values: list[float],
     shape: torch.Size,
@@ -167,7 +174,7 @@ def replace_layout(
     if any(tensor.is_shared() for tensor in tensors):
         requirement = "a mask over elements must not change once the state is in shared memory"
         raise InputError(message(requirement, "state that other processes may have"))
-    return relayout(tensors, values, shape, old, new)
+    return relayout(state, tensors, values, shape, old, new)
 
 
 @torch.inference_mode(False)
@@ -419,7 +426,7 @@ class StateStore:
         found = self.layouts.get(param)
         if found is None or not param_state:
             return None
-        kept = [param_state.get(name) for name in rule.state_names]
+        kept = [param_state.get(spec.name) for spec in rule.state if not spec.per_row]
         has_shape = (isinstance(t, Tensor) and t.shape == (found.kept,) for t in kept)
         return found if kept and all(has_shape) else None
 

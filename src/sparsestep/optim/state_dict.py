@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 
 from sparsestep.errors import InputError, error_prefix, message
@@ -130,27 +131,48 @@ def _read_param_state(
         return {}, None
     rule = optimizer.stored_rule_for(group, param, saved)
     packed = None
-    if mask is not None and mask.dim() > 1 and not rule.needs_whole_rows:
+    if mask is not None and mask.dim() > 1:
         packed = masks.PackedMask.of(mask.cpu())
-    # A step packs by the rule of sparse gradients, also where dense ones have chosen another rule.
-    packing = optimizer.stored_rule_for(group, param)
-    packs = mask is not None and states.packs_by(packing, mask, param, group, optimizer.engine)
+    packs = mask is not None and states.packs_by(rule, mask, param, group, optimizer.engine)
     wanted = packed if packs else None
-    given, saved = saved if copy else {}, convert_saved(rule, _to_strided(param, saved))
+    given, saved = saved if copy else {}, _to_strided(param, saved)
+
+    for spec in rule.state:
+        value = saved.get(spec.name)
+        if _is_packed(value, spec) and (value.dtype is torch.int8) != (spec.dtype is torch.int8):
+            # Int8 has a scale for each row of the parameter.
+            saved[spec.name] = _relayout(spec, value, group, param, packed, None)
+    saved = convert_saved(rule, saved)
     for spec in rule.state:
         value = saved.get(spec.name)
         # For torch's SGD, a missing buffer means a first step.
         if value is not None or rule.counts_steps:
-            layout = packed if isinstance(value, Tensor) and value.dim() == 1 else None
+            layout = packed if _is_packed(value, spec) else None
             _check_tensor(spec, param, value, saved, layout)
-            if layout is not wanted:
-                first = [states.initial_value(spec, group)]
-                (saved[spec.name],) = states.relayout([value], first, param.shape, layout, wanted)
+            saved[spec.name] = _relayout(spec, value, group, param, layout, wanted)
     if rule.counts_steps or saved.get("step") is not None:
         _check_step(saved)
     replaced = optimizer.state.get(param) or {}
     loaded = states.convert_loaded(rule, param, saved, group.get("state_dtype"), given, replaced)
     return loaded, wanted
+
+
+def _is_packed(value: Any, spec: StateSpec) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dim() == 1 and not spec.per_row
+
+
+def _relayout(
+    spec: StateSpec,
+    value: Any,
+    group: ParamGroup,
+    param: Tensor,
+    old: masks.PackedMask | None,
+    new: masks.PackedMask | None,
+) -> Any:
+    if old is new or spec.per_row or (old is not None and value.shape != (old.kept,)):
+        return value  # what does not fit is refused later
+    initial = [states.initial_value(spec, group)]
+    return states.relayout([spec], [value], initial, param.shape, old, new)[0]
 
 
 def _to_strided(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +232,7 @@ def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any]
         return param_state
     tensors = [param_state[name] for name in rule.state_names]
     values = [states.initial_value(spec, group) for spec in rule.state]
-    dense = states.relayout(tensors, values, packed.shape, packed, None)
+    dense = states.relayout(rule.state, tensors, values, packed.shape, packed, None)
     return {**param_state, **dict(zip(rule.state_names, dense, strict=True))}
 
 

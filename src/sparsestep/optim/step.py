@@ -107,7 +107,9 @@ def new_update(
         tensors = states.check_state(rule, memory, param_state, layout)
         if tensors and layout is not packed and (layout is None or not layout.same_as(packed)):
             values = states.initial_values(rule, group)
-            tensors = states.replace_layout(tensors, values, memory.shape, layout, packed)
+            tensors = states.replace_layout(
+                rule.state, tensors, values, memory.shape, layout, packed
+            )
             param_state = {**param_state, **dict(zip(rule.state_names, tensors, strict=True))}
     optimizer.store.check_writable(
         param,
@@ -154,22 +156,27 @@ def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, pl
     if param.dtype not in FLOAT_DTYPES and param.dtype not in COMPLEX_DTYPES:
         raise InputError(message("a parameter must have a real float dtype", param.dtype))
     if update.group.get("differentiable"):
-        requirement = "differentiable=True needs dense gradients under torch's own formulas"
+        requirement = (
+            "differentiable=True needs dense gradients, no mask, and options that torch's class has"
+        )
         grad = update.grad
         got = f"layout {grad.layout}" if isinstance(grad, Tensor) else type(grad).__name__
-        raise InputError(message(requirement, got))
+        if classify(grad) is GradLayout.STRIDED:
+            got = "options that it lacks" if selection is None else "a mask"
+        raise InputError(message(requirement, got, "Set differentiable=False"))
     if update.state is None:
         update.state = states.new_state(
             rule, param, update.group, settings.state_dtype, update.packed
         )
     gradient = update.indexed
-    is_whole = update.packed is not None and gradient.indices is None and not param.is_complex()
-    if selection is not None and not is_whole:
-        by_row = settings.needs_whole_rows
+    by_row = settings.needs_whole_rows
+    # The core runs the elements that a mask keeps of a dense gradient as one slot.
+    is_whole = update.packed is not None and gradient.indices is None
+    if selection is not None and (by_row or param.is_complex() or not is_whole):
         gradient = masks.apply_mask(gradient, selection, param.numel(), by_row=by_row)
     if mapped_files:
         reserve_checked(param, update.state, gradient)
-    if settings.needs_whole_rows and param.dim() > 1:
+    if by_row and param.dim() > 1:
         gradient = to_row_slots(param, gradient)
     update.targets, update.indexed = engine_views(param, update.state, gradient)
     update.step = update.steps_taken() + 1

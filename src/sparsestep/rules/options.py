@@ -56,7 +56,7 @@ def as_number(name: str, value: Any) -> float:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise InputError(f"Tensor {name} must be 1-element. Got shape {tuple(value.shape)}.")
-        value = _element(value)
+        value = _element(value) if value.layout == torch.strided else value
     if not isinstance(value, int | float | Real):
         raise InputError(
             message(f"{name} must be a number", format_value(value), _number_for(value))

@@ -171,7 +171,7 @@ class MappedLoad:
     ) -> None:
         """Restore files if every rank has those that it has saved; all ranks call it."""
         peers, is_alike = self._peers, False
-        if len(checkpoint.manifests) != peers.world_size:
+        if len(checkpoint.manifests) != peers.world_size or not any(checkpoint.manifests):
             return
         manifest = checkpoint.manifests[peers.rank]
         with peers.agreeing():

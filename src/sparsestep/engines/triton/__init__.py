@@ -136,6 +136,9 @@ class TritonEngine:
         if indexed.indices is None and not settings.rule.needs_whole_rows:
             flat = indexed.values.reshape(-1)
             indexed = indexed._replace(values=flat, num_slots=flat.numel(), slot_size=1)
+        if indexed.element_mask is not None:  # a row sees zeros elsewhere
+            values = indexed.values.reshape(indexed.element_mask.shape)
+            indexed = indexed._replace(values=values.masked_fill(~indexed.element_mask, 0))
         indexed = indexed.with_value_rows()._replace(values=indexed.values.contiguous())
         spec = KernelSpec(
             program.inputs,
