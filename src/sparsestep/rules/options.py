@@ -70,7 +70,7 @@ def as_number(name: str, value: Any) -> float:
 def _element(value: Tensor) -> Any:
     """Return the one element of a tensor; the tensor itself if it cannot be read."""
     try:
-        return value.item() if value.layout == torch.strided else value
+        return value.item()
     except (RuntimeError, TypeError, ValueError):
         return value
 
