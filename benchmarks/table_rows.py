@@ -20,11 +20,12 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sparsestep
 from benchmarks.harness.race import add_rounds, medians
@@ -42,11 +43,20 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.0, 0.999)}
 class Memory:
     """One contestant: a table in a file, and its optimizer."""
 
-    def __init__(self, folder: Path, rows: int, sets: Sequence[Tensor], *, apart: bool) -> None:
+    def __init__(
+        self, folder: Path, rows: int, sets: Sequence[Tensor], *, apart: bool, layers: bool
+    ) -> None:
         make = None if apart else lambda params: sparsestep.RowwiseAdam(params, **OPTIONS)
         weight = sparsestep.storage.mapped(folder / f"{rows}", (rows, DIM), optimizer=make)
         self.table = sparsestep.nn.NgramEmbedding(rows, DIM, weight=weight)
-        self.optimizer = sparsestep.RowwiseAdam(self.table.parameters(), **OPTIONS)
+        parts = (nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)) if layers else ()
+        self._model = nn.Sequential(self.table, *parts)
+        self.optimizer: Any = sparsestep.RowwiseAdam(self.table.parameters(), **OPTIONS)
+        if layers:
+            tables = partial(sparsestep.RowwiseAdam, **OPTIONS)
+            self.optimizer = sparsestep.nn.optimizer_for(
+                self._model, sparsestep.AdamW, semantics="masked", tables=tables
+            )
         self._sets, self._tokens = sets, sets[0]
 
     def before(self, number: int, /) -> None:
@@ -56,12 +66,14 @@ class Memory:
 
     def step(self) -> None:
         """Forward, backward, update."""
-        self.table(self._tokens).square().sum().backward()
+        self._model(self._tokens).square().sum().backward()
         self.optimizer.step()
 
     def state_bytes_per_row(self) -> float:
         """The size of the state; the step count is one number."""
-        return self.optimizer.metrics()["state_bytes"] / self.table.num_embeddings
+        shape = self.table.weight.shape
+        (found,) = (each for each in self.optimizer.explain() if each.shape == shape)
+        return float(found.state_bytes / self.table.num_embeddings)
 
 
 class Moved:
@@ -121,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", help="on a local disk with 10 GB; default: a temporary one")
     parser.add_argument("--most", type=int, default=SIZES[-1], help="leave out larger tables")
     parser.add_argument("--apart", action="store_true", help="state in a file of its own")
+    parser.add_argument("--layers", action="store_true", help="two layers behind the table")
     options = parser.parse_args(arguments)
     generator = torch.Generator().manual_seed(0)
     sets = [torch.randint(TOKENS, SHAPE, generator=generator) for _ in range(SETS)]
@@ -128,10 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(name)
         check_small(folder, sets)
         sizes = [rows for rows in SIZES if rows <= options.most]
-        memories = [Memory(folder, rows, sets, apart=options.apart) for rows in sizes]
-        moved = [Moved(memory, sets) for memory in memories]
-        found = medians([*memories, *moved], options.rounds)
-        times, limits = found[: len(sizes)], found[len(sizes) :]
+        how = {"apart": options.apart, "layers": options.layers}
+        memories = [Memory(folder, rows, sets, **how) for rows in sizes]
+        times = medians(memories, options.rounds)
+        limits = medians([Moved(memory, sets) for memory in memories], options.rounds)
         for memory, rows, time, limit in zip(memories, sizes, times, limits, strict=True):
             print(
                 f"{rows:>11,} rows: {time:.2f} ms, {time / times[0]:.3f} times the first; "

@@ -218,6 +218,89 @@ def test_the_trainer_trains_new_rows_and_nothing_else():
     assert in_the_gallery("new_tokens", printed)
 
 
+# A small model of Llama with three tokens more, and an adapter of PEFT.
+ADAPTER = """
+import copy, tempfile, peft, torch, transformers, sparsestep
+
+NEW = [40, 41, 42]
+
+def adapted(**options):
+    torch.manual_seed(0)
+    small = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings={tied})
+    config = transformers.LlamaConfig(vocab_size=40, **small, **heads)
+    model = transformers.LlamaForCausalLM(config)
+    model.resize_token_embeddings(43)
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(model, adapter)
+
+def train(model, optimizer):
+    losses = []
+    for step in range(10):
+        ids = torch.randint(43, (2, 6), generator=torch.Generator().manual_seed(step))
+        ids[:, 0] = NEW[step % 3]
+        optimizer.zero_grad()
+        losses.append(model(input_ids=ids, labels=ids).loss)
+        losses[-1].backward()
+        optimizer.step()
+    return torch.stack(losses).detach()
+
+def moved(model, before):
+    found = {{}}
+    for name, value in model.state_dict().items():
+        if "lora" not in name and not torch.equal(value, before[name]):
+            found[name.partition(".model.")[2]] = (value != before[name]).any(1).nonzero()
+    return {{name: rows.flatten().tolist() for name, rows in found.items()}}
+"""
+SAVED = """
+for saved in (["embed_tokens", "lm_head"], ["embed_tokens"]):
+    model = adapted(modules_to_save=saved)
+    before = copy.deepcopy(model.state_dict())
+    groups = sparsestep.nn.train_rows(model, NEW)
+    chosen = {id(param) for group in groups for param in group["params"]}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
+    optimizer = sparsestep.AdamW([*groups, {"params": others}], lr=0.05, weight_decay=0.1)
+    train(model, optimizer)
+    found = moved(model, before)
+    assert len(found) == len(saved), found
+    assert all("modules_to_save" in name and rows == NEW for name, rows in found.items()), found
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = peft.PeftModel.from_pretrained(adapted().unload(), folder)
+    ids = torch.tensor([[3, 41, 7, 42]])
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+"""
+CHOSEN = """
+losses = []
+for make in (torch.optim.AdamW, sparsestep.AdamW):
+    model = adapted(trainable_token_indices={"embed_tokens": NEW})
+    params = [param for param in model.parameters() if param.requires_grad]
+    if make is torch.optim.AdamW:
+        optimizer = make(params, lr=0.05)
+    else:
+        optimizer = sparsestep.nn.optimizer_for(model, make, lr=0.05)
+    losses.append(train(model, optimizer))
+torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
+try:
+    sparsestep.nn.train_rows(model, NEW)
+except sparsestep.InputError as error:
+    assert "With trainable_token_indices, PEFT itself trains these rows" in str(error)
+else:
+    raise AssertionError
+assert [p for p in model.parameters() if p.requires_grad] == params
+"""
+
+
+@needs("transformers", "peft")
+@pytest.mark.parametrize(
+    ("program", "tied"),
+    [(SAVED, False), (CHOSEN, False), (CHOSEN, True)],
+    ids=["saved", "chosen", "chosen, tied"],
+)
+def test_new_tokens_of_a_model_with_an_adapter(program: str, tied: bool):
+    run("-W", "ignore::UserWarning", "-c", ADAPTER.format(tied=tied) + program)
+
+
 # One tiny model with random weights: dense AdamW, optimizer_for in one line, and one graph.
 ARCHITECTURE = """
 import copy, sys, torch, transformers, sparsestep

@@ -7,9 +7,12 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <vector>
+
+#include "core/threads.h"
 
 #if defined(__linux__)
 #include <fcntl.h>
@@ -31,24 +34,42 @@ struct PageRun {
     int64_t first, pages;
 };
 
-// The pages of these rows that the map does not know, in order, neighbours together.
-inline std::vector<PageRun> unknown_pages(const FileRows& of, const uint8_t* known) {
+// Calls visit(page) for the pages of entries [first, last) that the map does not know.
+template <class Visit>
+void each_unknown_page(const FileRows& of, const uint8_t* known, int64_t first, int64_t last,
+                       const Visit& visit) {
     constexpr int64_t ahead = 32;  // the map of a large table is in no cache
     const int shift = __builtin_ctzll(uint64_t(of.page_bytes));
-    std::vector<int64_t> found;
-    for (int64_t e = 0; e < of.entries; ++e) {
-        const int64_t next = of.rows[std::min(e + ahead, of.entries - 1)];
+    for (int64_t e = first; e < last; ++e) {
+        const int64_t next = of.rows[std::min(e + ahead, last - 1)];
         if (uint64_t(next) < uint64_t(of.count)) {
             __builtin_prefetch(known + ((of.offset + next * of.row_bytes) >> shift));
         }
         const int64_t row = of.rows[e];
         if (uint64_t(row) >= uint64_t(of.count)) continue;
         const int64_t begin = of.offset + row * of.row_bytes;
-        const int64_t last = (begin + of.row_bytes - 1) >> shift;
-        for (int64_t page = begin >> shift; page <= last; ++page) {
-            if (!known[page]) found.push_back(page);
+        const int64_t end = (begin + of.row_bytes - 1) >> shift;
+        for (int64_t page = begin >> shift; page <= end; ++page) {
+            if (!known[page]) visit(page);
         }
     }
+}
+
+// Whether the map knows the pages of all rows, as it does in most steps.
+inline bool knows_all(const FileRows& of, const uint8_t* known, int threads) {
+    constexpr int64_t piece = 1 << 11;
+    std::atomic<bool> all{true};
+    parallel(threads, (of.entries + piece - 1) / piece, [&](int64_t task) {
+        const int64_t last = std::min((task + 1) * piece, of.entries);
+        each_unknown_page(of, known, task * piece, last, [&](int64_t) { all = false; });
+    });
+    return all;
+}
+
+// The pages of these rows that the map does not know, in order, neighbours together.
+inline std::vector<PageRun> unknown_pages(const FileRows& of, const uint8_t* known) {
+    std::vector<int64_t> found;
+    each_unknown_page(of, known, 0, of.entries, [&](int64_t page) { found.push_back(page); });
     std::sort(found.begin(), found.end());
     std::vector<PageRun> runs;
     for (int64_t page : found) {
@@ -95,10 +116,11 @@ inline int allocate_blocks(int file, int64_t begin, int64_t size) {
 
 // Has blocks held ready for rows that are about to be written, so that the disk cannot turn out to
 // be full while they are. An errno, or 0.
-inline int reserve_rows(const FileRows& of, int file, uint8_t* known) {
+inline int reserve_rows(const FileRows& of, int file, uint8_t* known, int threads) {
+    if (knows_all(of, known, threads)) return 0;
     const int64_t page_count = pages_of(of);
     const std::vector<PageRun> runs = unknown_pages(of, known);
-    if (runs.empty()) return 0;
+    if (runs.empty()) return 0;  // by now
     // Where blocks cannot be reserved, what is told of holes is not trusted either.
     if (const int error = allocate_blocks(file, runs[0].first * of.page_bytes, of.page_bytes))
         return error;

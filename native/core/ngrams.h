@@ -26,6 +26,8 @@ struct Ngrams {
     int64_t heads;
     uint64_t seed, rows;
     bool is_split;  // a bag for each order and head of a position, instead of one for all
+    const char* table;  // rows are about to be looked up there; null: elsewhere
+    int64_t row_bytes;  // from one row of the table to the next
 
     int64_t per_position() const { return int64_t(orders.size()) * heads; }
     int64_t bags() const { return positions * (is_split ? per_position() : 1); }
@@ -90,7 +92,11 @@ inline int64_t hash_ngrams(const Ngrams& ngrams, int64_t* rows, int64_t* starts,
                         hash =
                             splitmix((hash ^ uint64_t(at(ngrams.tokens, i))) + 0x9e3779b97f4a7c15u);
                     }
-                    rows[to++] = int64_t((hash >> 1) % ngrams.rows);
+                    const int64_t row = int64_t((hash >> 1) % ngrams.rows);
+                    // While the next hashes are computed, the processor walks its page tables,
+                    // which are in no cache if the table is large.
+                    if (ngrams.table) __builtin_prefetch(ngrams.table + row * ngrams.row_bytes);
+                    rows[to++] = row;
                 }
             }
         });

@@ -205,9 +205,10 @@ nb::object run_look_up(nb::list tables, int threads, int instruction_set) {
 // The rows of all n-grams, and the starts of bags. None, and nothing done, off the fast path or if
 // a token is negative.
 nb::object run_hash_ngrams(nb::object tokens, nb::object documents, nb::tuple orders, int64_t heads,
-                           int64_t seed, int64_t rows, bool is_split, int threads) {
+                           int64_t seed, nb::object weight, int64_t rows, bool is_split,
+                           int threads) {
     Ngrams ngrams{};
-    PlainTensor ids, changes;
+    PlainTensor ids, changes, table;
     if (!names().exchange || !read_integers(tokens, ids, ngrams.tokens) || ids.dl.dims != 2) {
         return nb::none();
     }
@@ -222,6 +223,10 @@ nb::object run_hash_ngrams(nb::object tokens, nb::object documents, nb::tuple or
     ngrams.seed = uint64_t(seed);
     ngrams.rows = uint64_t(rows);
     ngrams.is_split = is_split;
+    if (table.read_rows(weight) && table.dl.dims == 2 && table.dl.shape[0] == rows) {
+        ngrams.table = static_cast<const char*>(table.data());
+        ngrams.row_bytes = table.row_stride() * int64_t(table.dl.bits / 8);
+    }
     const bool fits = ngrams.positions > 0 && !ngrams.orders.empty() && heads > 0 && rows > 0;
     if (!fits) return nb::none();
     nb::object found = nb::none(), starts = nb::none();
@@ -242,10 +247,10 @@ nb::object run_hash_ngrams(nb::object tokens, nb::object documents, nb::tuple or
 
 void bind_lookup(nb::module_& module) {
     module.def("hash_ngrams", &run_hash_ngrams, nb::arg("tokens"), nb::arg("documents").none(),
-               nb::arg("orders"), nb::arg("heads"), nb::arg("seed"), nb::arg("rows"),
-               nb::arg("is_split"), nb::arg("threads"),
-               "The rows of all n-grams and the starts of bags; None, and nothing done, where "
-               "anything is unusual or wrong.");
+               nb::arg("orders"), nb::arg("heads"), nb::arg("seed"), nb::arg("weight"),
+               nb::arg("rows"), nb::arg("is_split"), nb::arg("threads"),
+               "The rows of all n-grams and the starts of bags, and the rows of the weight "
+               "prefetched; None, and nothing done, where anything is unusual or wrong.");
     module.def("look_up", &run_look_up, nb::arg("tables"), nb::arg("threads"),
                nb::arg("instruction_set"),
                "Look up rows or bags in all tables; None, and nothing done, where anything is "

@@ -31,11 +31,11 @@ FileRows rows_in_file(nb::handle rows, int64_t count, int64_t row_bytes, int64_t
 }
 
 int run_reserve_rows(nb::object rows, int64_t count, int64_t row_bytes, int64_t offset,
-                     int64_t page_bytes, int file, nb::object known) {
+                     int64_t page_bytes, int file, nb::object known, int threads) {
     const FileRows of = rows_in_file(rows, count, row_bytes, offset, page_bytes);
     uint8_t* const map = map_of(known, pages_of(of));
     nb::gil_scoped_release release;
-    return reserve_rows(of, file, map);
+    return reserve_rows(of, file, map, threads);
 }
 
 int64_t run_prefetch_rows(nb::object rows, int64_t count, int64_t row_bytes, int64_t offset,
@@ -67,7 +67,8 @@ void bind_storage(nb::module_& module) {
                "A tensor of zeros that take memory when they are touched.");
     module.def("reserve_rows", &run_reserve_rows, nb::arg("rows"), nb::arg("count"),
                nb::arg("row_bytes"), nb::arg("offset"), nb::arg("page_bytes"), nb::arg("file"),
-               nb::arg("known"), "Have blocks of a file held ready for rows; an errno, or 0.");
+               nb::arg("known"), nb::arg("threads"),
+               "Have blocks of a file held ready for rows; an errno, or 0.");
     module.def("prefetch_rows", &run_prefetch_rows, nb::arg("rows"), nb::arg("count"),
                nb::arg("row_bytes"), nb::arg("offset"), nb::arg("page_bytes"), nb::arg("memory"),
                nb::arg("known"), "Have rows of a mapped file read; how many pages were asked for.");

@@ -43,7 +43,7 @@ void test_pages(int64_t row_bytes, int64_t offset, unsigned seed) {
     check(in_order && found == wanted && total == int64_t(wanted.size()), "pages: " + what);
 
     std::FILE* const file = std::tmpfile();
-    check(file && reserve_rows(of, fileno(file), known.data()) == 0, "reserved: " + what);
+    check(file && reserve_rows(of, fileno(file), known.data(), 2) == 0, "reserved: " + what);
     if (file) std::fclose(file);
     bool all = true;
     for (size_t i = 0; i < known.size(); ++i) all &= known[i] == (wanted.count(int64_t(i)) > 0);
@@ -60,7 +60,7 @@ void test_blocks() {
     const std::vector<char> data(size_t(10 * page), 'x');
     const bool made = file && std::fwrite(data.data(), 1, data.size(), file) == data.size() &&
                       std::fflush(file) == 0 && ftruncate(fileno(file), count * page) == 0;
-    check(made && reserve_rows(of, fileno(file), known.data()) == 0, "reserved: blocks");
+    check(made && reserve_rows(of, fileno(file), known.data(), 2) == 0, "reserved: blocks");
     if (file) std::fclose(file);
 #if defined(__linux__)
     bool right = true;

@@ -280,6 +280,7 @@ class Core(Protocol):
         page_bytes: int,
         file: int,
         known: Tensor,
+        threads: int,
     ) -> int: ...
     def prefetch_rows(
         self,
@@ -302,6 +303,7 @@ class Core(Protocol):
         orders: tuple[int, ...],
         heads: int,
         seed: int,
+        weight: Tensor,
         rows: int,
         is_split: bool,
         threads: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
 import sys
 import threading
 import weakref
@@ -18,7 +19,6 @@ import sparsestep
 import sparsestep.distributed
 from sparsestep.distributed._functional_optim import make_functional
 from sparsestep.optim import FUNCTIONAL
-from tests.processes import run_python
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
 from tests.torch_versions import COMPILES_DISTRIBUTED_OPTIMIZERS, uses_torchscript
@@ -119,7 +119,9 @@ before = set(sys.modules)
 import sparsestep.distributed
 print(*sorted(name for name in set(sys.modules) - before if name.startswith("torch.distributed")))
 """
-    assert run_python("-W", "error", "-c", code).split() == []
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == []
 
 
 # Tables in another process, trained over RPC

@@ -1,4 +1,4 @@
-"""Operations with a defect each, which the harness has to find."""
+"""Operations with a defect each, which the harness has to find, and a correct one."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tests.faults.snapshot import Snapshot, snapshot
 
 class Torn(Operation):
     """Writes one of two values, then the other."""
+
+    faults = (*Operation.faults, "out of memory")
 
     def setup(self) -> None:
         self.first = self.second = 0
@@ -46,6 +48,20 @@ class Locked(Torn):
         time.sleep(0.01)
         self.first = self.second = 1
         self.lock.release()
+
+
+class Guarded(Locked):
+    """Correct: always releases its lock, also when its ``try`` is interrupted."""
+
+    faults = ("line", "allocation")
+
+    def run(self) -> None:
+        with self.lock:
+            torch.zeros(1000)
+            try:
+                self.first = self.second = 1
+            finally:
+                time.sleep(0)
 
 
 class Deaf(Torn):
@@ -111,6 +127,7 @@ class Alone(RankOperation):
 OPERATIONS: dict[str, type[Operation]] = {
     "torn": Torn,
     "locked": Locked,
+    "guarded": Guarded,
     "deaf": Deaf,
     "crashing": Crashing,
     "half": Half,

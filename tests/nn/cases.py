@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,19 +13,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import sparsestep
 from sparsestep.grads.compact import CompactGrad
-from tests.table import through_a_file
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-OPTIMIZERS: dict[str, Any] = {
-    "SGD": lambda params: sparsestep.SGD(params, lr=0.1, momentum=0.9),
-    "Adam": lambda params: sparsestep.Adam(params, lr=0.1),
-    "AdamW, dense": lambda params: sparsestep.AdamW(params, lr=0.1, semantics="dense"),
-    "SparseAdam": lambda params: sparsestep.SparseAdam(params, lr=0.1),
-    "Adagrad": lambda params: sparsestep.Adagrad(params, lr=0.1),
-    "RowwiseAdagrad": lambda params: sparsestep.RowwiseAdagrad(params, lr=0.1),
-}
+from tests.table import DTYPES
 
 
 @dataclass
@@ -115,7 +105,10 @@ def copies(module: nn.Module) -> Iterator[nn.Module]:
     yield copy.deepcopy(module)
     yield pickle.loads(pickle.dumps(module))
     yield pickle.loads(pickle.dumps(module, protocol=0))
-    yield through_a_file(module, weights_only=False)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    yield torch.load(file, weights_only=False)
 
 
 def plain(grad: Tensor) -> Tensor:

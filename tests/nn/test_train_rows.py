@@ -113,9 +113,14 @@ def test_an_embedding_that_is_wrapped():
         def weight(self) -> Any:
             return self.modules_to_save["default"].weight
 
-    model = LanguageModel("none")
+    model = LanguageModel("untied")
     model.words = Wrapper(model.words)  # type: ignore[assignment]
-    assert train_rows(model, NEW)[0]["params"] == [model.words.weight]
+    weights = [model.words.weight, model.head.weight]
+    assert [group["params"] for group in train_rows(model, NEW)] == [[each] for each in weights]
+    model.requires_grad_(False)
+    model.peft_config = {}  # type: ignore[assignment]
+    assert [group["params"] for group in train_rows(model, NEW)] == [weights[:1]]
+    assert not model.head.weight.requires_grad
 
 
 def train(model: nn.Module, opt: torch.optim.Optimizer, times: float = 1.0) -> None:

@@ -171,7 +171,8 @@ class MappedFile(mmap.mmap):
     def _reserve(self, rows: Tensor | None) -> int:
         """Reserve disk blocks; returns an errno, or 0."""
         if rows is not None:
-            return int(_core.reserve_rows(rows, *self.rows, self.descriptor, self.reserved))
+            file, threads = self.descriptor, torch.get_num_threads()
+            return int(_core.reserve_rows(rows, *self.rows, file, self.reserved, threads))
         if self.reserved.all():
             return 0
         error = disk.fallocate(self.descriptor, 0, self.header.file_bytes)

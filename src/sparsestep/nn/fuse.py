@@ -210,7 +210,8 @@ def fuse_module(table: Any, name: str) -> None:
     has_name = hasattr(table, "name")  # a subclass may have one, for purposes of its own
     kind: Any = type(table)
     table.__class__ = _fused(kind)
-    table.sparse = True
+    if table.weight.requires_grad:  # PEFT looks up frozen tables itself, and computes their weight
+        table.sparse = True
     if not has_name:
         table.name = name
 

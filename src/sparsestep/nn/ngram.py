@@ -232,6 +232,7 @@ class NgramEmbedding(nn.EmbeddingBag):
                 self.orders,
                 self.heads,
                 self.seed,
+                self.weight,
                 self.num_embeddings,
                 self.combine == "cat",
                 torch.get_num_threads(),

@@ -26,7 +26,9 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
     group trains the same rows of it: otherwise the model would not learn to predict new tokens. A
     tied weight is one parameter, in one group. Other models must have a single embedding.
 
-    Under FSDP2, call it after ``fully_shard``, which replaces the parameters.
+    Under FSDP2, call it after ``fully_shard``, which replaces the parameters. For a model of PEFT,
+    name the embedding in ``modules_to_save``, and the head, if it is to be trained: a head that PEFT
+    has frozen stays frozen, since adapters are saved without it.
 
     The weights in the groups get ``requires_grad=True``. Other parameters are left alone: they are
     in no group, so they are not trained, but their gradients are computed unless you call
@@ -57,7 +59,9 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
     weights = [_input_weight(model)]
     head = getattr(_call(model, "get_output_embeddings"), "weight", None)
     if isinstance(head, nn.Parameter) and head is not weights[0] and len(head) == len(weights[0]):
-        weights.append(head)
+        # PEFT would not save a head that it has frozen.
+        if head.requires_grad or not hasattr(model, "peft_config"):
+            weights.append(head)
     with error_prefix("train_rows"):
         mask = _mask(rows, weights[0])
     groups = [{"params": [weight], "mask": mask.to(weight.device)} for weight in weights]
@@ -82,10 +86,15 @@ def _input_weight(model: Any) -> nn.Parameter:
     if isinstance(model, nn.Embedding | nn.EmbeddingBag):
         return _weight_of(model)
     found = _call(model, "get_input_embeddings")
-    if isinstance(getattr(found, "weight", None), nn.Parameter):
-        # One that PEFT has wrapped is no nn.Embedding.
-        is_table = isinstance(found, nn.Embedding | nn.EmbeddingBag)
-        return _weight_of(found) if is_table else found.weight
+    weight = getattr(found, "weight", None)
+    if isinstance(found, nn.Embedding | nn.EmbeddingBag):
+        return _weight_of(found)
+    if isinstance(weight, nn.Parameter):  # as PEFT wraps the modules that it saves
+        return weight
+    if isinstance(weight, Tensor):
+        requirement = "train_rows: the weight of the model's embedding must be a parameter"
+        remedy = "With trainable_token_indices, PEFT itself trains these rows and no others"
+        raise InputError(message(requirement, "one that is computed from others", remedy))
     tables = {
         name: each
         for name, each in model.named_modules()
