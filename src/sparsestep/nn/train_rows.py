@@ -27,8 +27,8 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
     tied weight is one parameter, in one group. Other models must have a single embedding.
 
     Under FSDP2, call it after ``fully_shard``, which replaces the parameters. For a model of PEFT,
-    name the embedding in ``modules_to_save``, and the head, if it is to be trained: a head that PEFT
-    has frozen stays frozen, since adapters are saved without it.
+    name the embedding in ``modules_to_save``, and the head, if it is to be trained: a head that
+    PEFT has frozen stays frozen, since adapters are saved without it.
 
     The weights in the groups get ``requires_grad=True``. Other parameters are left alone: they are
     in no group, so they are not trained, but their gradients are computed unless you call
@@ -58,10 +58,10 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
     """
     weights = [_input_weight(model)]
     head = getattr(_call(model, "get_output_embeddings"), "weight", None)
+    if hasattr(model, "peft_config") and not getattr(head, "requires_grad", False):
+        head = None  # frozen by PEFT, which would not save it
     if isinstance(head, nn.Parameter) and head is not weights[0] and len(head) == len(weights[0]):
-        # PEFT would not save a head that it has frozen.
-        if head.requires_grad or not hasattr(model, "peft_config"):
-            weights.append(head)
+        weights.append(head)
     with error_prefix("train_rows"):
         mask = _mask(rows, weights[0])
     groups = [{"params": [weight], "mask": mask.to(weight.device)} for weight in weights]
