@@ -158,7 +158,8 @@ def test_a_disk_that_is_full_at_any_call_leaves_a_checkpoint(
             break
         outcomes.append(is_saved)
     assert is_saved
-    assert outcomes == sorted(outcomes)  # it fails, then it does not
+    # The first call is for the earlier manifest, without which nothing is continued.
+    assert outcomes[1:] == sorted(outcomes[1:])  # it fails, then it does not
     assert set(outcomes) == {False, True}
 
 
