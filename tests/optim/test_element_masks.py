@@ -197,3 +197,18 @@ def test_packed_state_or_options_that_cannot_be_read_are_refused():
         opt.state[param][state] = Unusable(opt.state[param][state])
         with pytest.raises(sparsestep.InputError, match="memory"):
             opt.step()
+
+
+def test_state_dict_has_what_there_is():
+    """As without a mask, state that was removed by hand is refused where it is needed, by steps."""
+    for missing in ("exp_avg_sq", "step"):
+        param = torch.nn.Parameter(torch.ones(9, 7))
+        opt = sparsestep.RowwiseAdam([param], mask=MASK)
+        param.grad = torch.ones(9, 7)
+        opt.step()
+        del opt.state[param][missing]
+        saved = opt.state_dict()["state"][0]
+        assert saved["exp_avg"].shape == (9, 7)
+        assert missing not in saved
+        with pytest.raises(sparsestep.InputError, match=missing):
+            opt.step()

@@ -467,7 +467,8 @@ class FunctionalOptimizer:
                 for _, index in step.duplicates:  # a parameter that was given more than once
                     self._update(index, gradients[index])
             self.optimizer.iterations += 1
-            self.optimizer.move_pages()
+            if self.optimizer.iterations >= self.optimizer.store.huge_pages.due:
+                self.optimizer.store.huge_pages.move(self.optimizer.iterations)
 
     def step_param(self, param: Tensor, grad: Gradient | None) -> None:
         """Update one parameter. A new parameter is added.

@@ -430,13 +430,9 @@ class RuleOptimizer(_Base):
                     self._plan_step()
             if mapped_files:
                 written(self.params())
-            self.move_pages()
+            if self.iterations >= self.store.huge_pages.due:
+                self.store.huge_pages.move(self.iterations)
         return loss
-
-    def move_pages(self) -> None:
-        """Move memory that has been used enough into huge pages, after a step."""
-        if self.iterations >= self.store.huge_pages.due:
-            self.store.huge_pages.move(self.iterations)
 
     def _step_together(self, sources: Sequence[ShardedGradSource]) -> None:
         """Step with tables that ranks share: all ranks prepare, then all commit, or none does."""

@@ -230,10 +230,11 @@ def unpacked_state(optimizer: RuleOptimizer, param: Tensor) -> Mapping[str, Any]
     rule, param_state, packed = optimizer.stored_state(param)
     if not param_state or packed is None:
         return param_state
-    tensors = [param_state[name] for name in rule.state_names]
-    values = [states.initial_value(spec, group) for spec in rule.state]
-    dense = states.relayout(rule.state, tensors, values, packed.shape, packed, None)
-    return {**param_state, **dict(zip(rule.state_names, dense, strict=True))}
+    specs = [spec for spec in rule.state if not spec.per_row]
+    tensors = [param_state[spec.name] for spec in specs]
+    values = [states.initial_value(spec, group) for spec in specs]
+    dense = states.relayout(specs, tensors, values, packed.shape, packed, None)
+    return {**param_state, **{spec.name: new for spec, new in zip(specs, dense, strict=True)}}
 
 
 def masked_state(
