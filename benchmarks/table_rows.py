@@ -49,8 +49,11 @@ class Memory:
         make = None if apart else lambda params: sparsestep.RowwiseAdam(params, **OPTIONS)
         weight = sparsestep.storage.mapped(folder / f"{rows}", (rows, DIM), optimizer=make)
         self.table = sparsestep.nn.NgramEmbedding(rows, DIM, weight=weight)
-        parts = (nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)) if layers else ()
-        self._model = nn.Sequential(self.table, *parts)
+        blocks = (
+            nn.TransformerEncoderLayer(DIM, 4, 4 * DIM, dropout=0.0, batch_first=True)
+            for _ in range(2 * layers)
+        )
+        self._model = nn.Sequential(self.table, *blocks)
         self.optimizer: Any = sparsestep.RowwiseAdam(self.table.parameters(), **OPTIONS)
         if layers:
             tables = partial(sparsestep.RowwiseAdam, **OPTIONS)
@@ -133,7 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", help="on a local disk with 10 GB; default: a temporary one")
     parser.add_argument("--most", type=int, default=SIZES[-1], help="leave out larger tables")
     parser.add_argument("--apart", action="store_true", help="state in a file of its own")
-    parser.add_argument("--layers", action="store_true", help="two layers behind the table")
+    parser.add_argument(
+        "--layers", action="store_true", help="two blocks of a transformer behind the table"
+    )
     options = parser.parse_args(arguments)
     generator = torch.Generator().manual_seed(0)
     sets = [torch.randint(TOKENS, SHAPE, generator=generator) for _ in range(SETS)]

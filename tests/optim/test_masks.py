@@ -26,6 +26,7 @@ from sparsestep.grads.masks import PackedMask
 from sparsestep.memory.lazy import SavedByRow, rows_in_use, saved_by_row, strided
 from sparsestep.optim import param_groups
 from sparsestep.optim import state as states
+from tests.ieee import use_ieee_operations
 from tests.optim.own_rules import seeded
 from tests.optim.test_int8 import LARGEST
 from tests.processes import run_python
@@ -328,26 +329,6 @@ def test_packed_state_has_the_bits_of_dense_state(
 
 # Another mask in every step, against the reference engine
 
-take_root = Tensor.sqrt
-
-
-def root(tensor: Tensor) -> Tensor:
-    return take_root(tensor.double()).to(tensor.dtype)
-
-
-def quotient(tensor: Tensor, number: float) -> Tensor:
-    return torch.full_like(tensor, number) / tensor
-
-
-def mean(tensor: Tensor, dim: int, *, keepdim: bool) -> Tensor:
-    assert dim == 1
-    assert keepdim
-    lanes = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 16)).view(len(tensor), -1, 16)
-    total = sum(lanes.unbind(1))
-    while total.shape[1] > 1:
-        total = total[:, : total.shape[1] // 2] + total[:, total.shape[1] // 2 :]
-    return total / tensor.shape[1]
-
 
 @cache
 def changing_masks() -> list[Tensor]:
@@ -367,11 +348,7 @@ gradients = cache(lambda: [gradient(step) for step in range(100)])
 def test_a_hundred_masks_have_the_bits_of_the_reference_engine(
     variant: Variant, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """With IEEE 754's operations. Torch takes roots with MKL, which rounds one in five to the other
-    neighbor, numbers over tensors by their reciprocals, and means in the order of its vectors."""
-    monkeypatch.setattr(Tensor, "sqrt", root)
-    monkeypatch.setattr(Tensor, "__rtruediv__", quotient)
-    monkeypatch.setattr(Tensor, "mean", mean)
+    use_ieee_operations(monkeypatch)
     params = [new_param() for _ in range(2)]
     opts = [
         variant([param], lr=0.1, engine=engine, **options)
