@@ -25,7 +25,7 @@ struct Ngrams {
     std::vector<int64_t> orders;
     int64_t heads;
     uint64_t seed, rows;
-    bool is_split;  // a bag for each order and head of a position, instead of one for all
+    bool is_split;      // a bag for each order and head of a position, instead of one for all
     const char* table;  // rows are about to be looked up there; null: elsewhere
     int64_t row_bytes;  // from one row of the table to the next
 
