@@ -50,9 +50,9 @@ fuzz: $(READY) ## random programs, until stopped; SECONDS=600 or CASES=20000 set
 	$(BIN)/python -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(CASES),--cases $(CASES)) \
 		$(if $(FIRST),--first $(FIRST))
 
-faults: $(READY) ## failed allocations, signals, kills; SECONDS=1800, SEED=1; KILLS=200: kills of tables in files
-	$(BIN)/python -W ignore -m $(if $(KILLS),tests.storage.kills --kills $(KILLS),tests.faults \
-		$(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)))
+faults: $(READY) ## failed allocations, signals, kills; SECONDS=1800, SEED=1
+	$(BIN)/python -W ignore -m tests.faults \
+		$(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 mutants mutants-native: $(READY) ## seeded bugs that tests must notice; ONLY="p-crc-dropped", WORKERS=2
 	$(BIN)/python -m tests.mutants.run $(if $(findstring native,$@),--native) $(if $(ONLY),--only $(ONLY)) \

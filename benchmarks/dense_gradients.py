@@ -1,9 +1,9 @@
 """Dense gradients on the CPU: our default against torch's default and torch's fused kernel.
 
-All contestants of a line take turns within one run, with the same gradients. Lines without a class
-in torch compare our state in bfloat16 and int8 with float32. ``--processes 8`` runs AdamW in so
-many processes at once, each on all cores, and divides the time of a step by a fair share. The limit
-is the bandwidth of torch's multiplication in place.
+A line for every optimizer, and for our AdamW with state in bfloat16 and int8 against float32. All
+contestants of a line take turns within one run, with the same gradients; so does the limit, the
+bandwidth of torch's multiplication in place. ``--processes 8`` runs AdamW in so many processes at
+once, each on all cores, and divides the time of a step by a fair share.
 """
 
 from __future__ import annotations

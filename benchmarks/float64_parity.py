@@ -44,7 +44,8 @@ def trained(make: Callable[..., Any], dtype: torch.dtype, steps: int, *, ours: b
         optimizer.zero_grad()
         table(ids).backward(grad)
         optimizer.step()
-    return table.state_dict()["weight"].double()
+    weight: Tensor = table.state_dict()["weight"]  # current
+    return weight.double()
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sparsestep
 from benchmarks import sharding
-from sparsestep.distributed import collectives
 
 BATCH, DIM = 256, 16
 # Ranks, tables and the plan.
@@ -100,7 +99,7 @@ class SimulatedRanks:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace torch's collectives; with few ranks, messages would go by others."""
+        """Replace torch's collectives."""
         ours: dict[str, Callable[..., Any]] = {
             "all_to_all_single": self.all_to_all_single,
             "all_gather": self.all_gather,
@@ -109,7 +108,6 @@ class SimulatedRanks:
             "all_gather_into_tensor": self.fill_zeros,
         }
         torchs = {name: getattr(dist, name) for name in ours}
-        few, collectives.MAX_POSTED_RANKS = collectives.MAX_POSTED_RANKS, 0
         dist.init_process_group("fake", rank=0, world_size=self.world_size, store=FakeStore())
         try:
             for name, collective in ours.items():
@@ -118,7 +116,6 @@ class SimulatedRanks:
         finally:
             for name, collective in torchs.items():
                 setattr(dist, name, collective)
-            collectives.MAX_POSTED_RANKS = few
             dist.destroy_process_group()
 
 

@@ -431,6 +431,7 @@ def sharding(folder: Path) -> Names:
     tied[1].weight = tied[0].weight
     padded = tables(padding_idx=1)
     distributed.shard(padded, plan="rows")
+    plan = distributed.shard(tables(), plan="rows")
     rows, others = sharded(plan="rows")[0], sharded(plan="rows")[0]
     known, padded = distributed.Vocabulary(rows), padded[0]
     mapped = nn.Embedding(3, 6, _weight=storage.mapped(folder / "sharded", (4, 6))[1:])

@@ -19,8 +19,8 @@ struct CompressedSlots {
 };
 
 // Fills in the slot of every row of every block, and which row of the values it has (`value_index`,
-// which blocks of one row do not need). False if the indices are not valid: then what
-// was filled in means nothing.
+// which blocks of one row do not need). False if the indices are not valid; the outputs are then
+// undefined.
 inline bool slots_of(const CompressedSlots& from, int64_t* indices, int64_t* value_index,
                      int threads) {
     // What the loop below relies on; a few numbers beside the entries.

@@ -46,7 +46,7 @@ inline int64_t is_marked(const uint64_t* bits, uint64_t at) {
 }
 
 // Drops keys whose slot is unique, judged by 16 bits of its hash. Skipped if a sample of the first
-// keys has too few of them to pay off. Returns the number of keys left.
+// keys has too few unique ones. Returns the number of remaining keys.
 int64_t drop_singletons(uint64_t* keys, int64_t count, int entry_bits) {
     constexpr int64_t sample = 256, most_repeated = sample / 8;
     if (count < 2 * sample) return count;

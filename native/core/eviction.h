@@ -1,13 +1,13 @@
-// Who goes first: the entry with the smallest key, of many whose keys change all the time.
+// A priority queue of entries whose keys grow all the time: finds the entry with the smallest key.
 //
-// Nothing is done when a key grows. All entries are looked at once, and a share of them that has
-// the smallest keys is kept in order. Keys only grow, so the next to go is among these until they
-// are used up; one whose key has grown since is put where it belongs. New entries below the bound
-// of that share join it. So what is found is exactly the smallest, at a cost that does not depend
-// on how many there are. All memory is there from the start: nothing can fail.
+// A key that grows costs nothing. The queue scans all entries once, and sorts the share with the
+// smallest keys. Keys only grow, so the smallest one is in this share until the share is used up;
+// an entry whose key has grown since is reinserted. New entries below the bound of the share join
+// it. So the result is exact, and its amortized cost does not depend on the number of entries. All
+// memory is allocated in advance: nothing can fail.
 //
-// An entry may be held, which keeps it from being found until all are released. A key of no_key is
-// that of no entry.
+// A held entry is not found until all entries are released. The key no_key means that there is no
+// entry.
 #pragma once
 
 #include <algorithm>
@@ -144,10 +144,10 @@ private:
     }
 
     size_t share_;
-    std::vector<Entry> queue_;  // those of the share, the smallest last
-    std::vector<Entry> later_;  // a heap of those that joined it
-    std::vector<Entry> aside_;  // below the bound, too, but held
-    Entry bound_{0, 0};         // an entry in none of these is not below it
+    std::vector<Entry> queue_;  // the share, the smallest last
+    std::vector<Entry> later_;  // a heap of entries that joined it
+    std::vector<Entry> aside_;  // below the bound, but held
+    Entry bound_{0, 0};         // a lower bound of all other entries
     bool left_out_ = false;     // but for some that are held
     bool exhausted_ = false;    // all are held
 };

@@ -10,8 +10,8 @@ namespace sparsestep {
 // A step of Adam's, as seen from past steps in a row.
 struct AdamStep {
     const double* centers;        // of the past steps
-    const double* buffer_powers;  // what is left of a buffer since then
-    const double* root_powers;    // and of the root of a square
+    const double* buffer_powers;  // the decay of a buffer since then
+    const double* root_powers;    // and that of the root of a square
     int64_t count;                // of past steps
     double move, root;
 };

@@ -1,5 +1,5 @@
-// Rows of a table that lies in a file: which of its pages they are, and what the operating system
-// is asked for them. A map of bytes, one per page, says what was asked for already.
+// Rows of a table in a file: the pages that hold them, and requests to the operating system for
+// these pages. A map with one byte per page records earlier requests.
 #pragma once
 
 #if !defined(_WIN32)
@@ -66,7 +66,7 @@ inline bool knows_all(const FileRows& of, const uint8_t* known, int threads) {
     return all;
 }
 
-// The pages of these rows that the map does not know, in order, neighbours together.
+// Runs of adjacent pages with these rows that the map does not know, in order.
 inline std::vector<PageRun> unknown_pages(const FileRows& of, const uint8_t* known) {
     std::vector<int64_t> found;
     each_unknown_page(of, known, 0, of.entries, [&](int64_t page) { found.push_back(page); });
@@ -121,7 +121,7 @@ inline int reserve_rows(const FileRows& of, int file, uint8_t* known, int thread
     const int64_t page_count = pages_of(of);
     const std::vector<PageRun> runs = unknown_pages(of, known);
     if (runs.empty()) return 0;  // by now
-    // Where blocks cannot be reserved, what is told of holes is not trusted either.
+    // A file system that cannot reserve blocks may report holes wrongly, too.
     if (const int error = allocate_blocks(file, runs[0].first * of.page_bytes, of.page_bytes))
         return error;
     for (PageRun run : runs) {

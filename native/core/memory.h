@@ -48,13 +48,13 @@ public:
     LazyState& operator=(const LazyState&) = delete;
     void* data() const { return data_; }
 
-    // The one whose memory begins there; null if there is none. It has to outlive its use.
+    // The state whose memory begins at this address, or null. It must outlive its use.
     static LazyState* find(const void* data);
 
     // Whether a step should look for new pages. While they are few, most steps need not.
     bool begin_step();
 
-    // Makes pages of [offset, offset + bytes) exist; contents stay as they are.
+    // Allocates the pages of [offset, offset + bytes); their contents do not change.
     void touch(int64_t offset, int64_t bytes) {
         const int64_t last = (offset + bytes - 1) >> page_bits;
         for (int64_t page = offset >> page_bits; page <= last; ++page) {

@@ -1,5 +1,5 @@
-// Messages to and from all processes. A message is the sections of one process one after another;
-// it begins anywhere in a buffer. Outside of messages, each section is one array over all
+// Messages to and from all processes. A message concatenates the sections of one process; it may
+// begin anywhere in a buffer. Outside of messages, each section is one array over all
 // processes.
 #pragma once
 
@@ -22,7 +22,7 @@ struct SectionSizes {
     int64_t at(int64_t process, int64_t section) const {
         return data[process * sections + section];
     }
-    // The sum over all processes of each section; -1 where a size is no size.
+    // The sum over all processes of each section; -1 if a size is invalid.
     std::vector<int64_t> totals() const {
         std::vector<int64_t> sums(static_cast<size_t>(sections), 0);
         for (int64_t process = 0; process < world; ++process) {
@@ -65,7 +65,7 @@ public:
     }
 
 private:
-    // A section that is not empty, and where what the next process gets begins.
+    // A non-empty section, and the offset of the next process's part.
     struct Used {
         size_t section;
         int64_t begin;
@@ -78,7 +78,7 @@ private:
     bool is_valid_ = true;
 };
 
-// Whether messages of these sizes fit a buffer; those of `own` are not in it (-1: all are).
+// Whether messages of these sizes fit a buffer without the message of `own` (-1: with all).
 inline bool fits_buffer(const SectionSizes& sizes, const int64_t* begins, int64_t own,
                         int64_t bytes) {
     for (int64_t p = 0; p < sizes.world; ++p) {

@@ -182,8 +182,8 @@ void split_by_owner(const IdBags& from, uint64_t world, RankParts<Row>& to) {
     }
 }
 
-// The distinct ids in order of appearance, and for each entry which of them it is. Returns how many
-// they are; -1 where one is not below `rows`.
+// The distinct ids in order of appearance, and for each entry the number of its id. Returns the
+// count of distinct ids; -1 if an id is not in [0, rows).
 inline int64_t find_unique(const int64_t* ids, int64_t entries, int64_t rows, int64_t* distinct,
                            int64_t* which) {
     Job job{};

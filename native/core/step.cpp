@@ -126,8 +126,8 @@ std::optional<OutOfRange> Step::first_out_of_range() {
     return std::nullopt;
 }
 
-// Parameters that share memory (views of one tensor) must be updated one after the other, and what
-// the step reads must not be what it writes.
+// Parameters that share memory (views of one tensor) must be updated one after the other, and the
+// memory that a step reads must not overlap the memory that it writes.
 void Step::find_overlaps() {
     std::vector<Extent> written;
     const auto add = [&](const Extent& each) {

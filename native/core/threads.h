@@ -12,7 +12,7 @@
 
 namespace sparsestep {
 
-// Calls run(context) on up to `threads` threads at once, the caller being one of them.
+// Calls run(context) on up to `threads` threads at once, including the caller.
 void run_on_threads(int threads, void (*run)(void*), void* context);
 
 // Call once before any fork. A forked child must not use torch's OpenMP threads: it would deadlock.
@@ -45,8 +45,8 @@ private:
     std::atomic<Duration::rep> worked_{0};  // by all threads
 };
 
-// Runs body(task) for every task in [0, tasks). Which thread runs which task is not fixed, so what
-// a task writes must not depend on it.
+// Runs body(task) for every task in [0, tasks). Any thread may run any task, so the results must
+// not depend on the assignment.
 template <class Body>
 void parallel(int threads, int64_t tasks, const Body& body) {
     if (threads <= 1 || tasks <= 1 || available_threads(threads) == 1) {

@@ -160,6 +160,7 @@ constexpr int series_terms = 16;
 struct CatchUpJob {
     const int64_t* rows;  // with repetitions; null: all of them
     int32_t* last;        // for each row the step it has reached; ~step if it never had a gradient
+    int32_t initial;      // each entry of ``last`` is xored with it: zero is the initial value
     int32_t now;          // the step that rows are brought to
     int32_t base;         // the step that every row has reached
     int64_t slot_size;

@@ -69,7 +69,7 @@ void Vocabulary::insert(int64_t id, uint32_t number) {
     slots_[at] = {tag, number};
 }
 
-// Those behind it move up, so that no lookup finds a gap before its id.
+// The slots after it move up, so that no lookup finds a gap before its id.
 void Vocabulary::erase(int64_t id) {
     const auto next = [this](int64_t at) { return at + 1 == int64_t(slots_count_) ? 0 : at + 1; };
     int64_t gap = slot_of(id, tag_of(id));
@@ -244,7 +244,7 @@ void Vocabulary::undo(const Undo& undo) {
     }
 }
 
-// The ids without a row, in order of appearance, and for each entry of them which it is.
+// The distinct ids without a row, in order of appearance, and the number of each entry's id.
 std::vector<Vocabulary::New> Vocabulary::distinct(const int64_t* ids, const int64_t* rows,
                                                   int64_t count,
                                                   std::vector<int32_t>& which) const {

@@ -37,10 +37,10 @@ class Vocabulary {
 public:
     explicit Vocabulary(const VocabularyOptions& options);
 
-    // The row of each id; a shared one where it has none. Returns how many have none.
+    // The row of each id; a shared row if it has none. Returns the number of ids without a row.
     int64_t find(const int64_t* ids, int64_t count, int64_t* rows, int threads) const;
 
-    // Look up ids in training: count all of them, and give rows to those that have been seen often
+    // Look up ids in training: count all ids, and assign rows to ids that have been seen often
     // enough. Provisional until commit(); rollback() undoes it, and so does the next claim(). Rows
     // seen at `now` are not evicted. `taken` receives the evicted rows, in order; both outputs need
     // room for `count`. If this throws, nothing has changed.
@@ -132,7 +132,7 @@ private:
     std::vector<uint32_t> spare_candidates_;
     int64_t used_, next_candidate_ = 0, sightings_ = 0;
     uint64_t serial_ = 0, batch_serial_ = 0;
-    int64_t latest_ = -1;  // what the clock said
+    int64_t latest_ = -1;  // the latest time
     EvictionQueue victims_, candidate_victims_;
     Pending pending_;
 };

@@ -57,7 +57,7 @@ private:
 class Nearest {
 public:
     static uint32_t added(uint32_t bits) { return 0x7fff + (bits >> 16 & 1); }
-    // Of at most a million; the sum has no bits behind the point.
+    // Exact up to a million: the sum has no fractional bits.
     static float rounded(float value) { return (value + 12582912.0f) - 12582912.0f; }
 };
 
@@ -74,7 +74,7 @@ private:
     RandomBits bits_;
 };
 
-// A number stays one: what is above the largest bfloat16 becomes that.
+// Finite values stay finite: above the largest bfloat16, they become the largest.
 template <class Rounding>
 uint16_t bf16_of(float value, Rounding& rounding) {
     const uint32_t bits = bits_of(value), size = bits & ~sign;

@@ -134,7 +134,7 @@ private:
         for (int64_t j = 0; j < n; ++j) rule(param[j], grad[j], state[j]...);
     }
 
-    // Lets the rule read and write what it keeps once per slot.
+    // Lets the rule read and write its state per slot.
     SPARSESTEP_INLINE const T* enter_slot(Rule& rule, const SlotEntries& entries, int64_t columns) {
         const int64_t slot = entries.slot;
         const T* known = nullptr;

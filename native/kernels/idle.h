@@ -1,6 +1,6 @@
-// Dense semantics: what idle rows missed, applied at once. How a parameter moves without a gradient
-// is a class for each idle update, the twins of those of src/sparsestep/rules/idle.py; the list of
-// them is at the end.
+// Dense semantics: idle rows catch up with the steps that they missed. Each idle update is a class,
+// the twin of the class in src/sparsestep/rules/idle.py; the list of all idle updates is at the
+// end.
 //
 // Internal linkage throughout: see types.h.
 #pragma once
@@ -75,8 +75,8 @@ protected:
     }
     bool has_total() const { return job_.sums[missed_.now] != job_.sums[missed_.since]; }
 
-    // The sum of move(size, step) over the steps missed, one by one, as far as they matter. The
-    // size is that of the step times what is left of the buffer by then.
+    // The sum of move(size, step) over the missed steps, one by one, within the horizon. The size
+    // is that of the step times the decay of the buffer up to it.
     template <class Move>
     double replay(Move move) const {
         const int64_t most = missed_.since + job_.horizon;
@@ -91,7 +91,7 @@ protected:
 
     const CatchUpJob& job_;
     Missed missed_{};
-    T decay_{};  // what weight decay has left of the parameter, less one
+    T decay_{};  // the factor of weight decay, minus one
 };
 
 // Weight decay is all that changes the parameter.
@@ -321,7 +321,7 @@ private:
     T center_{};
 };
 
-// The parameter is a function of the state: that of a rule, whose options may have changed.
+// The parameter is a function of its state, under a rule whose options may have changed.
 template <class T, template <class> class Rule>
 class Recompute : public IdleUpdate<T> {
 public:
@@ -398,7 +398,7 @@ private:
 
     void catch_up_own(int64_t count) {
         for (int64_t i = 0; i < count; ++i) {
-            // First the step that a row has reached, later what depends on it.
+            // First the row's last step, later the row itself.
             if (i + 2 * prefetch_distance < count) {
                 __builtin_prefetch(job_.last + own_[i + 2 * prefetch_distance], 0, 2);
             }
@@ -408,15 +408,15 @@ private:
     }
 
     SPARSESTEP_INLINE void prefetch(int64_t row) const {
-        const int32_t last = job_.last[row];
+        const int32_t last = job_.last[row] ^ job_.initial;
         if ((last < 0 ? ~last : last) >= job_.now) return;
         param_.prefetch(row);
         for (int s = 0; s < job_.states; ++s) state_[s].prefetch(row);
     }
 
     void catch_up_row(int64_t row) {
-        const int32_t last = job_.last[row];
-        job_.last[row] = last >= 0 ? job_.now : ~job_.now;
+        const int32_t last = job_.last[row] ^ job_.initial;
+        job_.last[row] = (last >= 0 ? job_.now : ~job_.now) ^ job_.initial;
         Missed missed{};
         missed.since = (last < 0 ? ~last : last) - job_.base;
         missed.now = job_.now - job_.base;
@@ -463,7 +463,7 @@ private:
         return update_.is_stale(moved);
     }
 
-    // Returns the square that the idle update divides by, as it was, if it is one of them.
+    // Returns the old value of the square that the idle update divides by, if it is per row.
     double decay_slot_states(int64_t row, int64_t count) const {
         double square = 0;
         for (int s = 0; s < job_.slot_states; ++s) {
@@ -520,7 +520,7 @@ CatchUpResult catch_up(const CatchUpJob& work, const CatchUpSlice& share) {
     return CatchUpLoop<T, IdleUpdate<T>, DirectRows<T, 0>>(work, job, whole).run(share);
 }
 
-// All of them; see SPARSESTEP_RULES.
+// All idle updates; see SPARSESTEP_RULES.
 #define SPARSESTEP_IDLE_UPDATES(X) X(Still) X(Geometric) X(SignDrift) X(Quotient) X(RecomputeFtrl)
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Functions that exist once per instruction set, and those of kernels.cpp and programs.cpp once for
-// each of float and double: CMake sets SPARSESTEP_ISA, SPARSESTEP_TYPE and the flags.
+// Functions that are compiled for each instruction set; kernels.cpp and programs.cpp also for each
+// of float and double. CMake sets SPARSESTEP_ISA, SPARSESTEP_TYPE and the flags.
 #pragma once
 
 #include "core/lookup.h"
@@ -7,7 +7,7 @@
 
 namespace sparsestep {
 
-// Double has no AVX-512 kernels of its own: it takes those of AVX2.
+// With AVX-512, double uses the AVX2 kernels.
 Kernels kernels_float_baseline();
 Kernels kernels_float_avx2();
 Kernels kernels_float_avx512();
@@ -24,7 +24,7 @@ Lookup lookup_avx512();
 
 }  // namespace sparsestep
 
-// The name of one of them.
+// The name of such a function.
 #define SPARSESTEP_JOIN_(a, b) a##b
 #define SPARSESTEP_JOIN(a, b) SPARSESTEP_JOIN_(a, b)
 #define SPARSESTEP_TYPED(name) \

@@ -85,7 +85,7 @@ struct BytePermutations {
 };
 constexpr BytePermutations byte_permutations;
 
-// What the mask does not keep of a whole chunk, no thread writes: it is read, and written as it is.
+// No other thread writes the excluded elements of a whole chunk, so they are stored unchanged.
 template <>
 struct MaskedChunkCopy<float, float> {
     using Rest = OneByOne<float, float>;

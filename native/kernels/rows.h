@@ -305,7 +305,7 @@ struct ConvertedRows {
     TensorView view;
     int64_t first_column, last_column, slot_size;
     bool stochastic_rounding;
-    PackedMask packed;  // of state
+    PackedMask packed;  // of state whose slots are not ranks
     bool is_expanded;   // tiles have zeros where the mask keeps nothing
     bool in_place;      // no conversion; a constrained row is kept until its norm is known
     Randomness random;
@@ -317,7 +317,7 @@ struct ConvertedRows {
           last_column(slice.last_column),
           slot_size(job.slot_size),
           stochastic_rounding(job.stochastic_rounding),
-          packed(tensor > 0 ? job.packed : PackedMask{}),
+          packed(tensor > 0 && (job.all_slots || job.expands_state) ? job.packed : PackedMask{}),
           is_expanded(tensor > 0 && job.expands_state),
           in_place(is_stored_as<T>(view) && !is_expanded && !(job.constraint.norm > 0)),
           random(job.seed, tensor),

@@ -76,8 +76,8 @@ void run_repack(nb::object old_mask, nb::object new_mask, int64_t count, nb::lis
     repack(old, now, count, values, threads);
 }
 
-// The norm of every slot of a gradient, at the number of its first entry; zero elsewhere. Nothing
-// where the core has no way to read its parts; an index, where that is out of range.
+// The norm of every slot of a gradient, at the number of its first entry; zero elsewhere. None if
+// the core cannot read its parts; the index that is out of range, if there is one.
 nb::object run_norms(nb::tuple parts, int order, nb::object norms, int threads,
                      int instruction_set) {
     const InstructionSet& set = instruction_set_of(instruction_set);

@@ -31,8 +31,9 @@ struct CatchUpCall {
     int64_t single_steps = 0;
 
     // Returns a CatchUpResult as a tuple; None, and nothing done, if the core cannot read a tensor.
-    nb::object run(nb::handle param, nb::tuple state, nb::handle rows, nb::handle last, int32_t now,
-                   int32_t base, double max_error, int threads, int instruction_set) const {
+    nb::object run(nb::handle param, nb::tuple state, nb::handle rows, nb::handle last,
+                   int32_t initial, int32_t now, int32_t base, double max_error, int threads,
+                   int instruction_set) const {
         const InstructionSet& set = instruction_set_of(instruction_set);
         if (idle_update < 0 || idle_update >= set.in_float.idle_update_count)
             throw nb::value_error("no such idle update");
@@ -45,6 +46,7 @@ struct CatchUpCall {
         if (constraint && !is_all_direct(work, *in_double)) return nb::none();
         work.rows = integers(rows);
         work.last = static_cast<int32_t*>(own_address(last));
+        work.initial = initial;
         work.now = now;
         work.base = base;
         work.max_error = max_error;
@@ -133,7 +135,7 @@ private:
         if (work.rows) {
             // Before a step, the rows of a lookup are current. Checking takes less time than
             // assigning rows to threads.
-            if (LastSteps{work.last, work.now}.are_current(work.rows, count, threads))
+            if (LastSteps{work.last, work.initial, work.now}.are_current(work.rows, count, threads))
                 return {0, 0};
             parallel(threads, threads, [&](int64_t t) { run_share({0, count, t, threads}); });
         } else {
@@ -184,8 +186,8 @@ void bind_catch_up(nb::module_& module) {
         .def_rw("single_steps", &CatchUpCall::single_steps)
         .def(
             "run", &CatchUpCall::run, nb::arg("param"), nb::arg("state"), nb::arg("rows").none(),
-            nb::arg("last"), nb::arg("now"), nb::arg("base"), nb::arg("max_error"),
-            nb::arg("threads"), nb::arg("instruction_set"),
+            nb::arg("last"), nb::arg("initial"), nb::arg("now"), nb::arg("base"),
+            nb::arg("max_error"), nb::arg("threads"), nb::arg("instruction_set"),
             "Catch up; returns the number of deferred rows, and of rows whose parameter was stale. "
             "None, and nothing done, if the core cannot read a tensor.");
 }

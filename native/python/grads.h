@@ -69,8 +69,8 @@ void join_scales(const std::vector<GradPart>& parts, T* to) {
     }
 }
 
-// Several lookups as one. The rows of values stay where they are; only what is small is copied:
-// indices, factors, and where each entry's row begins, in elements from the first part's first.
+// Several lookups as one. The values are not copied, only small arrays: indices, factors, and the
+// offset of each entry's row, in elements from the first element of the first part.
 std::unique_ptr<JoinedParts> join(const std::vector<GradPart>& parts, int64_t slot_size, Job& job) {
     const int64_t bytes = parts[0].element_bytes;
     TensorView scale{};

@@ -15,7 +15,7 @@ namespace {
 
 class RowWrites {
 public:
-    // Overwrite `rows` of a tensor, later. `values` has one row for each of them, or one for all.
+    // Overwrite `rows` of a tensor, later. `values` has a row for each, or one for all.
     // False if the tensor is not on the CPU, or the elements of a row are not contiguous.
     bool add(nb::object tensor, nb::object rows, nb::object values) {
         const nb::object shape = get(tensor, names().shape);

@@ -23,9 +23,9 @@
 namespace sparsestep {
 namespace {
 
-// A Program and what it points to; every register is looked at before the core trusts it. `phases`
-// has two bytes objects for each: six 16-bit numbers for each instruction, those of the row and
-// those of its tiles.
+// A Program that owns its memory; every register is checked. `phases` has two bytes objects for
+// each phase, the instructions of the row and those of its tiles, with six 16-bit numbers for each
+// instruction.
 class OwnedProgram {
 public:
     OwnedProgram(int states, int slot_states, int numbers, nb::tuple phases, nb::bytes row_results)
@@ -70,7 +70,7 @@ private:
         return found;
     }
 
-    // Operations on the row's numbers, then tiles that are filled with some of them.
+    // Operations on the row's numbers, then tiles that are filled with such numbers.
     void check_row(const std::vector<Instruction>& row) const {
         bool spreading = false;
         for (const Instruction& each : row) {
@@ -254,8 +254,8 @@ bool has_same_values(nb::handle dict, nb::handle values) {
 // A step count: a Python number, or the one element of a tensor. Owns what it points to.
 struct StepCount {
     nb::object state;   // the dict that holds it
-    nb::object tensor;  // the count itself, where it is a tensor
-    nb::object next;    // what replaces it, where it is a number
+    nb::object tensor;  // the count itself, if it is a tensor
+    nb::object next;    // the number that replaces it, otherwise
     int64_t value = 0;
     void* data = nullptr;
     Dtype dtype = Dtype::float32;
@@ -361,8 +361,9 @@ void read_row_stride(const nb::tuple& from, RowStride& to) {
 // The step after which each row of a parameter is current, under semantics="dense"; see
 // deferred/rows.py.
 struct LastSteps {
-    int32_t* data;  // for each row; ~step if it never had a gradient
-    int32_t now;    // the latest step
+    int32_t* data;    // for each row; ~step if it never had a gradient
+    int32_t initial;  // each entry is xored with it: zero is the initial value
+    int32_t now;      // the latest step
 
     bool are_current(const int64_t* rows, int64_t count, int threads) const {
         constexpr int64_t piece = 8192;
@@ -370,14 +371,14 @@ struct LastSteps {
         parallel(threads, (count + piece - 1) / piece, [&](int64_t p) {
             const int64_t end = std::min(count, (p + 1) * piece);
             for (int64_t i = p * piece; i < end && !found.load(std::memory_order_relaxed); ++i) {
-                const int32_t last = data[rows[i]];
+                const int32_t last = data[rows[i]] ^ initial;
                 if ((last < 0 ? ~last : last) < now) found = true;
             }
         });
         return !found;
     }
     void set_next(const int64_t* rows, int64_t count) const {
-        for (int64_t i = 0; i < count; ++i) data[rows[i]] = now + 1;
+        for (int64_t i = 0; i < count; ++i) data[rows[i]] = (now + 1) ^ initial;
     }
 };
 
@@ -386,8 +387,8 @@ class NativeStep {
 public:
     explicit NativeStep(int instruction_set) : set_(instruction_set_of(instruction_set)) {}
 
-    // False, and nothing added, where the core has no way to run it. `grad` is what
-    // grads/indexed.py says it is, `packed` a mask as read_packed reads it, or None. `owner` and
+    // False, and nothing added, if the core cannot run it. `grad` is an IndexedGrad of
+    // grads/indexed.py, `packed` a mask as read_packed reads it, or None. `owner` and
     // `index`, the parameter's number in its group, are returned with a bad entry.
     bool add(const NativeGroup& group, int64_t step, nb::tuple grad, nb::object param,
              nb::list states, std::optional<uint64_t> seed, std::optional<nb::tuple> row_stride,
@@ -553,10 +554,9 @@ public:
     }
 
     // Has the commit advance the last steps of all rows that get a gradient. `deferred` has for
-    // each job its parameter, the last steps, and the latest step; None for the last steps of a
-    // parameter whose gradients are dense. False if another parameter was claimed, or one with the
-    // other kind of gradient, or if a row is deferred; a last step that is not initialized is 0,
-    // which counts as deferred.
+    // each job its parameter and its LastSteps; None for the last steps of a parameter whose
+    // gradients are dense. False if another parameter was claimed, or one with the other kind of
+    // gradient, or if a row is deferred.
     bool set_last_steps(nb::list deferred, int threads) {
         if (nb::len(deferred) != jobs_.size()) return false;
         for (size_t i = 0; i < jobs_.size(); ++i) {
@@ -564,13 +564,13 @@ public:
             const bool is_dense = one[1].is_none();
             if (one[0].ptr() != written_[i].ptr() || is_dense != jobs_[i].all_slots) return false;
             if (is_dense) {
-                last_steps_.push_back({nullptr, 0});
+                last_steps_.push_back({nullptr, 0, 0});
                 continue;
             }
             if (numel(one[1]) != jobs_[i].num_slots) return false;
             alive_.push_back(one);
-            last_steps_.push_back(
-                {static_cast<int32_t*>(own_address(one[1])), nb::cast<int32_t>(one[2])});
+            last_steps_.push_back({static_cast<int32_t*>(own_address(one[1])),
+                                   nb::cast<int32_t>(one[2]), nb::cast<int32_t>(one[3])});
         }
         nb::gil_scoped_release release;
         for (size_t i = 0; i < jobs_.size(); ++i) {
@@ -736,9 +736,9 @@ private:
     std::vector<std::unique_ptr<JoinedParts>> joined_;
 };
 
-// What the masks of a group select, for each of its parameters. `masked` has for each parameter
-// itself and None, or its mask, the mask's version when it was looked at, and what it selected
-// then. False where a parameter or a mask is another now, or a mask has changed.
+// Reads the selections of a group's masks, for each of its parameters. `masked` has for each the
+// parameter and None, or its mask, the mask's version when it was read, and the selection of that
+// version. False if a parameter or a mask was replaced, or a mask has changed.
 bool read_selections(nb::handle group, nb::handle params, nb::handle masked,
                      std::vector<nb::object>& selections) {
     PyObject* const given = find(group, names().mask);

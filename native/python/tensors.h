@@ -204,8 +204,8 @@ struct PlainTensor {
     // False for anything else.
     bool read(nb::handle tensor) { return read_rows(tensor) && are_rows_together(); }
 
-    // The same, but its rows may lie apart, as those of a table in a file do that have their state
-    // between them.
+    // The same, but there may be gaps between its rows, as in a file with the state between the
+    // rows of the table.
     bool read_rows(nb::handle tensor) {
         if (!is_plain_tensor(tensor)) return false;
         if (names().exchange->tensor(tensor.ptr(), &dl)) {
@@ -221,7 +221,7 @@ struct PlainTensor {
         }
         return dl.data || stride == 0;  // by now, how many elements it has
     }
-    // From the first element of a row to that of the next.
+    // Elements from the start of a row to the start of the next.
     int64_t row_stride() const { return dl.dims && dl.shape[0] != 1 ? dl.strides[0] : row_size(); }
     int64_t row_size() const {
         int64_t product = 1;

@@ -1,5 +1,5 @@
 // RAdam as torch.optim.RAdam has it: Adam whose step is rectified for the variance of its second
-// moment, and which does not divide by it in the first steps, where there is too little of it.
+// moment. The first steps, before there is enough of it, do not divide by it.
 // The Python twin is src/sparsestep/optim/radam.py.
 #pragma once
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -211,6 +212,13 @@ def uses(tensor: Tensor) -> int | None:
     return None if count is None else count()
 
 
+# Attributes of a tensor that do not depend on its values, by name.
+METADATA: dict[str, Any] = {
+    name: attribute
+    for name, attribute in vars(Tensor.__mro__[1]).items()
+    if isinstance(attribute, types.GetSetDescriptorType)
+    and name not in ("data", "real", "imag", "T", "H", "mT", "mH")
+}
 # Whether a tensor is one of autograd's zeros, which take no memory.
 is_zerotensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 # Creates a tensor subclass without memory of its own.

@@ -161,5 +161,5 @@ UNDERIVED: list[tuple[Any, str]] = [
     (grows, r"mean becomes 1.5 \* mean"),
     (along_two, r"param becomes param - 0.09 \* first - 0.05 \* second"),
     (looks, "takes a sum other than over rows"),
-    (compiled, "compile leaves nothing to record"),
+    (compiled, "compile leaves nothing to trace"),
 ]

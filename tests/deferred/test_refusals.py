@@ -101,7 +101,7 @@ def test_a_step_count_that_is_none_or_more_than_rows_can_remember(count: float, 
     opt.materialize_state()
     opt.state[param]["step"] = torch.tensor(count, dtype=torch.float64)
     param.grad = torch.ones(4, 2).to_sparse(1) if sparse else torch.ones(4, 2)
-    if count > 0 and not sparse:  # no row is ever behind
+    if count > 0 and not sparse:  # no row is deferred
         opt.step()
         return
     with refused(opt, match=r"number of steps taken|counts at most 2147483646 steps"):

@@ -75,7 +75,7 @@ def pending(
     if rule.name == "rmsprop_centered_momentum":
         state[2] = state[2].clamp(-0.1, 0.1) * state[0].sqrt()
     rows = DeferredRows(settings_of(variant, 0.0), shape[0], 3, new=False)
-    rows.last_step[-1] = ~3
+    rows.stored_steps[-1] = ~3 ^ rows.initial_step
     return rows, param.to(dtype), state
 
 
@@ -140,7 +140,12 @@ def test_rows_that_missed_thousands_of_steps(variant: Variant):
     if rows.history.converges or not engines:  # or it would take the reference too long
         engines = ["reference", *engines]
     runs = [
-        ([t.to(dtype, copy=True) for t in (param, *state)], rows.last_step.clone(), engine, halfway)
+        (
+            [t.to(dtype, copy=True) for t in (param, *state)],
+            rows.stored_steps.clone(),
+            engine,
+            halfway,
+        )
         for dtype in (torch.float64, torch.float32)
         for engine in engines
         for halfway in (False, True)
@@ -149,10 +154,10 @@ def test_rows_that_missed_thousands_of_steps(variant: Variant):
         miss(rows, variant, half)
         for (own, *others), last_step, engine, halfway in runs:
             if is_second or halfway:
-                rows.last_step.copy_(last_step)
+                rows.stored_steps.copy_(last_step)
                 with running_on(engine) as name:
                     rows.catch_up(own, others, None, engine=name)
-                last_step.copy_(rows.last_step)
+                last_step.copy_(rows.stored_steps)
     for ours, _, _, _ in runs:
         room = 1e-11 if ours[0].dtype == torch.float64 else 3e-6
         for tensor, wanted in zip(ours, exact, strict=True):
@@ -214,7 +219,7 @@ def test_how_many_rows_were_stale(variant: Variant, stale: int, engine: str):
     replayed = variant.options.get("betas") is not None  # counts rows at rest as well
     for lr, wanted in ((0.1, stale), (0.0, stale if replayed else 0)):
         rows = DeferredRows(settings_of(variant, 0.0), 4, 0, new=True)
-        rows.last_step[:2] = 0  # these have had a gradient
+        rows.stored_steps[:2] = 0 ^ rows.initial_step  # these have had a gradient
         param = torch.ones(4, 3)
         state = [torch.ones(4) if k.per_row else torch.ones(4, 3) for k in variant.rule.state]
         miss(rows, variant, [lr, lr])

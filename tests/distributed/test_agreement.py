@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import sparsestep
 from sparsestep._torch import group_timeout
-from sparsestep.distributed import collectives, grads, lookup
-from sparsestep.optim.step import Step
+from sparsestep.distributed import collectives
 from tests.distributed.runs import (
     each_kind,
     initial_rows,
@@ -59,110 +57,6 @@ def test_bad_ids_on_one_rank_are_an_error_on_all(rank: Rank, kind: str):
     after = initial_rows()
     after[: rank.world] -= 1
     assert torch.equal(whole(rank, table.weight, kind), after)
-
-
-# Where the last rank runs out of memory: an attribute of a module or class, and which call of it.
-FAULTS: dict[str, tuple[Any, str, int]] = {
-    "lookup: requests": (lookup, "id_counts", 1),
-    "lookup: pack ids": (collectives, "pack", 1),
-    "lookup: read ids": (collectives, "unpack", 1),
-    "lookup: serve": (lookup, "serve_lookups", 1),
-    "lookup: pack rows": (collectives, "pack", 2),
-    "step: collect": (grads, "collect_pending", 1),
-    "step: pack": (collectives, "pack", 1),
-    "step: read": (grads, "_received_grads", 1),
-    "step: assign": (grads, "_remove_placeholder", 1),
-    "step: plan": (Step, "add_group", 1),
-    "step: prepare": (Step, "prepare", 1),
-    # Where messages do not fit the buffers that are allocated in advance; it comes last.
-    "step: pack large": (collectives, "pack", 1),
-}
-
-
-@contextmanager
-def failing(where: tuple[Any, str, int], error: type[BaseException]) -> Iterator[None]:
-    """Have one call of a function raise."""
-    owner, name, nth = where
-    real, calls = getattr(owner, name), []
-
-    def fail(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == nth:
-            raise error("no memory, says the test")
-        return real(*arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, fail)
-        yield
-    assert len(calls) >= nth, "the test replaces what is not called"
-
-
-def assert_all_raise(
-    rank: Rank, where: Any, work: Callable[[], Any], error: type[BaseException] = MemoryError
-) -> None:
-    """The last rank has the error, the others say what happened there."""
-    if rank.is_last:
-        with failing(where, error), pytest.raises(error):
-            work()
-    else:
-        what = "ran out of memory" if error is MemoryError else "was interrupted"
-        with pytest.raises(sparsestep.InputError, match=f"^rank {rank.world - 1}.*{what}"):
-            work()
-
-
-def trained(kind: str, fault: Callable[[Any, Any, Tensor], bool] | None = None) -> list[Tensor]:
-    """Three steps; in the second something may fail, and is tried again."""
-    table, opt = new_table(kind)
-    for step in range(3):
-        opt.zero_grad()
-        ids = (IDS + step) % 7
-        if fault is None or step != 1 or fault(table, opt, ids):
-            table(ids).square().sum().backward()
-        opt.step()
-    return snapshot(table, opt)
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", ["rows", "copy"])
-def test_memory_runs_out(rank: Rank, kind: str):
-    """The lookup or step succeeds once there is memory, with the gradients that are still there."""
-    expected = trained(kind)
-
-    def fail(where: str, table: Any, opt: Any, ids: Tensor) -> bool:
-        is_step = where.startswith("step")
-        if is_step:
-            table(ids).square().sum().backward()
-        work, before = opt.step if is_step else partial(table, ids), snapshot(table, opt)
-        for error in (KeyboardInterrupt, MemoryError)["prepare" not in where :]:
-            assert_all_raise(rank, FAULTS[where], work, error)
-            assert same(before, snapshot(table, opt))
-        return not is_step
-
-    for where in FAULTS:
-        if "large" in where:
-            rank.monkeypatch.setattr(collectives, "_BUFFER_BYTES", 8)
-            rank.monkeypatch.setattr(collectives, "_BUFFER_BYTES_PER_RANK", 8)
-        if kind == "rows" or where.startswith("step"):  # of a copy, ids are not sent
-            assert same(trained(kind, partial(fail, where)), expected), where
-
-
-@ranks(2)
-def test_memory_runs_out_in_a_vocabulary(rank: Rank):
-    """It counts no id and gives no row away, on any rank."""
-    table = nn.Embedding(8, 2)
-    shard(table, plan="rows")
-    opt = sparsestep.SGD(table.parameters(), lr=1.0)
-    vocabulary = sparsestep.distributed.Vocabulary(table, opt, evict="lru")
-    vocabulary(torch.arange(4) + 4 * rank.index)
-    before, weight = vocabulary.as_dict(), table.weight.detach().clone()
-    for where in (
-        (lookup, "hash_owner", 1),
-        (lookup, "prepare_lookups", 1),
-    ):
-        assert_all_raise(rank, where, lambda: vocabulary(torch.arange(100, 120)))
-        assert before == vocabulary.as_dict()
-        assert torch.equal(weight, table.weight)
-    vocabulary(torch.arange(4) + 4 * rank.index)
 
 
 # Ranks that differ
@@ -207,6 +101,7 @@ MODELS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"plan": "copy"}, "plan of 'user': 'rows' on rank 0, 'copy' on rank 1"),
     ({}, {"plan": {"user": "rows", "item": "tables"}}, "plan of 'item': 'rows' on rank 0, 'tables"),
     ({}, {"reduce": "sum"}, "reduce of 'user': mean on rank 0, sum on rank 1"),
+    ({}, {"wire": "int8"}, "wire: None on rank 0, int8 on rank 1"),
     ({}, {"order": "global"}, "order: fast on rank 0, global on rank 1"),
     ({}, {"plan": "row"}, ""),
 ]

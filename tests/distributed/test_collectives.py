@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import sparsestep
-from sparsestep.distributed.collectives import PostedReceives
 from tests.distributed.runs import PLAN, Case, Net, net_batch, said, sharded, trained
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
@@ -27,8 +25,6 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number = 0
-        exchange = self._counting(PostedReceives.exchange)
-        monkeypatch.setattr(PostedReceives, "exchange", exchange)
         for name in COLLECTIVES:
             monkeypatch.setattr(dist, name, self._counting(getattr(dist, name)))
 
@@ -108,34 +104,6 @@ def test_a_rank_that_cannot_compute_its_norm_lets_no_other_wait(rank: Rank):
         sparsestep.clip_grad_norm_(params, 1.0, float("inf")),
         sparsestep.clip_grad_norm_(params, 1.0, float("inf")),
     )
-
-
-@ranks(3)
-def test_tables_of_one_group_do_not_get_each_others_messages(rank: Rank):
-    """Receives are posted in advance, for each call of ``shard``."""
-    mesh = init_device_mesh("cpu", (rank.world,))
-    tables = [torch.nn.Embedding(9, 2) for _ in range(2)]
-    for n, table in enumerate(tables):
-        torch.nn.init.constant_(table.weight, n)
-        sparsestep.distributed.shard(table, mesh, "rows")
-    for n in (0, 1, 1, 0, 0, 1):
-        ids = torch.arange(rank.index + 3 * n)
-        assert torch.equal(tables[n](ids), torch.full((len(ids), 2), float(n)))
-
-
-@ranks(2, fresh=True, timeout=4.0)
-def test_a_rank_that_cannot_receive_does_not_agree(rank: Rank):
-    table = torch.nn.Embedding(6, 2)
-    sparsestep.distributed.shard(table, plan="rows")
-    optimizer = sparsestep.SGD(table.parameters(), lr=0.1)
-    table(torch.arange(6)).sum().backward()
-    before = table.weight.detach().clone()
-    posted = vars(table)["sharding"].collectives.posted
-    if rank.is_last:  # for the exchange in which ranks agree
-        posted.works[1 - posted.turn].clear()
-    with pytest.raises(RuntimeError, match="could not receive" if rank.is_last else "Timed out"):
-        optimizer.step()
-    assert same_bits(table.weight.detach(), before)
 
 
 @ranks(8)

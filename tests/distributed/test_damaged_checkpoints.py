@@ -1,19 +1,11 @@
-"""Damaged and crafted checkpoints are refused; what fails on one rank fails on all."""
+"""Errors while checkpoints are saved and loaded; what fails on one rank fails on all."""
 
 from __future__ import annotations
 
-import copy
 import errno
 import itertools
-import json
 import os
-import pickle
-import random
 import shutil
-import signal
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +17,10 @@ from torch import nn
 import sparsestep
 from tests.distributed.runs import said
 from tests.ranks import Rank, ranks
-from tests.storage.test_damage import VALUES, damages, paths_of
-from tests.table import EVERYTHING
 
 if not torch.distributed.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from sparsestep.distributed._handshake import Peers
 from sparsestep.distributed.checkpoint import TensorLayouts, _files, ignore_dcp_warnings
 from sparsestep.distributed.checkpoint import _manifest as manifest
 
@@ -110,169 +99,12 @@ def folder(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-@pytest.fixture(scope="module")
-def here() -> Training:
-    return Training(2, steps=1)
-
-
-def refuse(here: Training, folder: Path, *names: str) -> str:
-    """Load and consolidate; both must refuse, and name the file."""
-    before = here.snapshot()
-    with pytest.raises(sparsestep.InputError) as raised:
-        here.load(folder)
-    assert here.snapshot() == before
-    with pytest.raises(sparsestep.InputError):
-        sparsestep.distributed.consolidate(folder)
-    for name in names:
-        assert name in str(raised.value)
-    return str(raised.value)
-
-
-# Damage
-
-
-@pytest.mark.parametrize("name", [MANIFEST, METADATA, PART])
-def test_a_damaged_file_is_refused(name: str, folder: Path, here: Training, tmp_path: Path):
-    """Flipped bytes, other lengths, the file of another checkpoint, no file."""
-    raw = (folder / name).read_bytes()
-    header, step = (len(raw), 1) if EVERYTHING else (64, 4)
-    for _, content in damages(raw, header, payload=20, step=step):
-        (folder / name).write_bytes(content)
-        refuse(here, folder, name)
-    Training(1, steps=3).save(tmp_path / "other")
-    shutil.copy(tmp_path / "other" / name, folder / name)
-    refuse(here, folder)
-    (folder / name).unlink()
-    refuse(here, folder, name)
-    (folder / name).mkdir()
-    refuse(here, folder, name)
-    (folder / name).rmdir()
-    (folder / name).write_bytes(raw)
-    loaded(folder)
-
-
-def test_a_folder_without_a_checkpoint_is_refused(here: Training, tmp_path: Path):
-    refuse(here, tmp_path / "missing", "missing", MANIFEST)
-    refuse(here, tmp_path, MANIFEST)
-    (tmp_path / "file").touch()
-    refuse(here, tmp_path / "file", MANIFEST)
-    # One of torch alone says nothing of param groups and vocabularies.
-    state = here.model["head"].state_dict()
-    with ignore_dcp_warnings():
-        torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "dcp")
-    refuse(here, tmp_path / "dcp", MANIFEST)
-    with pytest.raises(sparsestep.InputError, match="must be a str or"):
-        here.load(None)  # type: ignore[arg-type]
-
-
 def test_torch_reads_the_tensors(folder: Path):
     weight = torch.empty(8, 3)
     with ignore_dcp_warnings():
         torch.distributed.checkpoint.load({"model.table.weight": weight}, checkpoint_id=folder)
     assert torch.equal(weight, sparsestep.distributed.consolidate(folder)["model"]["table.weight"])
     assert str(folder.parent).encode() not in (folder / METADATA).read_bytes()
-
-
-# Crafted files, with the right checksums
-
-
-def resealed(folder: Path, change: Callable[[dict[str, Any]], None] = lambda body: None) -> None:
-    """Change the manifest, and have it agree with the files."""
-    body = json.loads((folder / MANIFEST).read_bytes())["body"]
-    for name in body["files"]:
-        raw = (folder / name).read_bytes()
-        body["files"][name] = [len(raw), zlib.crc32(raw)]
-    change(body)
-    (folder / MANIFEST).write_bytes(manifest._sealed(manifest.VERSION, body))
-
-
-def chunks_of(body: dict[str, Any]) -> Iterator[list[Any]]:
-    for _, _, chunks in body["tensors"].values():
-        yield from chunks
-
-
-class Exploit:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._marker),)
-
-
-def test_no_file_executes_code(saved: Path, here: Training, tmp_path: Path):
-    marker = tmp_path / "executed"
-    metadata, part = (Path(shutil.copytree(saved, tmp_path / name)) for name in "ab")
-    (metadata / METADATA).write_bytes(pickle.dumps(Exploit(marker)))
-    torch.save(Exploit(marker), part / PART)
-    refuse(here, metadata, METADATA)
-    refuse(here, part, PART)
-    resealed(metadata)
-    loaded(metadata)  # which does not read it
-    size = (part / PART).stat().st_size
-
-    def change(body: dict[str, Any]) -> None:
-        for chunk in chunks_of(body):
-            chunk[2:] = PART, 0, size
-
-    resealed(part, change)
-    refuse(here, part)
-    assert not marker.exists()
-    pickle.loads((metadata / METADATA).read_bytes())
-    assert marker.exists(), "the attack does work"
-
-
-def test_other_json_is_refused(folder: Path, here: Training):
-    document = json.loads((folder / MANIFEST).read_bytes())
-    newer = json.dumps({**document, "version": manifest.VERSION + 1}).encode()
-    other = (b"[" * 100_000, b"[]", b"null", b"\xff", b'{"version":true}', b"1" * 5000, b"{}")
-    for raw in (newer, *other):
-        (folder / MANIFEST).write_bytes(raw)
-        assert ("newer" in refuse(here, folder, MANIFEST)) == (raw is newer)
-
-
-OUTSIDE = ["../other.distcp", "/etc/passwd", "a/b.distcp", "..", "", "a\\b.distcp", "C:x.distcp"]
-
-
-def test_no_name_leads_out_of_the_folder(saved: Path, here: Training, tmp_path: Path):
-    def rename(body: dict[str, Any], name: str) -> None:
-        body["files"][name] = body["files"].pop(PART)
-        for chunk in chunks_of(body):
-            chunk[2] = name
-
-    for number, name in enumerate(OUTSIDE):
-        folder = Path(shutil.copytree(saved, tmp_path / str(number)))
-        shutil.copy(folder / PART, tmp_path / "other.distcp")
-        resealed(folder, partial(rename, name=name))
-        refuse(here, folder, MANIFEST)
-    folder = Path(shutil.copytree(saved, tmp_path / "id"))
-    resealed(folder, lambda body: body.update(id="/../../x"))
-    refuse(here, folder, MANIFEST)
-
-
-def test_a_crafted_manifest_is_refused_or_loaded_as_a_whole(folder: Path, here: Training):
-    """Every value is replaced by others. What is no checkpoint any more is refused."""
-    original = json.loads((folder / MANIFEST).read_bytes())["body"]
-    chance, before, refused = random.Random(0), here.snapshot(), 0
-    everywhere = [at for at in paths_of(original) if at]
-    for *parents, last in everywhere if EVERYTHING else chance.sample(everywhere, 100):
-        for value in VALUES if EVERYTHING else chance.sample(VALUES, 1):
-            at = body = copy.deepcopy(original)
-            for each in parents:
-                at = at[each]
-            at[last] = value
-            (folder / MANIFEST).write_bytes(manifest._sealed(manifest.VERSION, body))
-            try:
-                here.load(folder)
-            except sparsestep.InputError:
-                refused += 1
-                assert here.snapshot() == before, (parents, last, value)
-            else:
-                before = here.snapshot()
-            with suppress(sparsestep.InputError, MemoryError):
-                sparsestep.distributed.consolidate(folder)
-    assert refused > 45
 
 
 def test_options_of_any_kind_come_back(tmp_path: Path):
@@ -331,7 +163,7 @@ def test_a_disk_that_is_full_at_any_call_leaves_a_checkpoint(
 
 
 def test_a_process_that_ends_while_it_saves_leaves_a_checkpoint(
-    folder: Path, here: Training, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Between the two files that change their names, it is the later one."""
     later, replace = Training(4), os.replace
@@ -348,31 +180,11 @@ def test_a_process_that_ends_while_it_saves_leaves_a_checkpoint(
     assert loaded(folder) == later.snapshot()
     (pending,) = folder.glob(f".*-*{METADATA}")
     pending.write_bytes(pending.read_bytes()[:-1])
-    refuse(here, folder, pending.name)
+    assert pending.name in said(lambda: loaded(folder))
     last = Training(5)
     last.save(folder)
     assert len(names_in(folder)) == 3  # what was left is gone
     assert loaded(folder) == last.snapshot()
-
-
-@pytest.mark.parametrize("at", [1, 5, 20])
-def test_a_signal_while_tensors_are_replaced_comes_before_or_after(
-    at: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    here, copy_, calls = Training(2), torch.Tensor.copy_, [0]
-    before = here.snapshot()
-
-    def interrupting(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] == at:
-            signal.raise_signal(signal.SIGINT)
-        return copy_(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            here.load(folder)
-    assert here.snapshot() in (before, loaded(folder))
 
 
 # Faults on one rank
@@ -411,20 +223,13 @@ def test_ranks_that_do_not_share_a_disk(rank: Rank):
     assert rank.index or message.startswith("rank 1: ")
 
 
-NO_MEMORY = MemoryError("none")
+# Failed allocations and Ctrl-C are in tests/faults.
 SAVES: list[tuple[int, tuple[Any, str], BaseException]] = [
     (1, (_files._Summed, "write"), FULL),
     (0, (_files._Summed, "write"), FULL),
     (0, (manifest.ShardManifest, "encode"), FULL),
     (1, (_files._Files, "create_stream"), KeyboardInterrupt()),
-    (1, (_files._Files, "create_stream"), NO_MEMORY),
-    (1, (TensorLayouts, "pack"), NO_MEMORY),
-]
-LOADS: list[tuple[tuple[Any, str], BaseException]] = [
-    ((torch, "load"), KeyboardInterrupt()),
-    ((torch, "load"), NO_MEMORY),
-    ((torch, "load"), OSError(errno.EIO, "Input/output error")),
-    ((sparsestep.Adam, "load_state_dict"), NO_MEMORY),
+    (1, (TensorLayouts, "pack"), MemoryError("none")),
 ]
 
 
@@ -449,29 +254,8 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank: Rank):
     earlier, later, path = Training(1), Training(2), rank.folder / "checkpoint"
     earlier.save(path)
     expected = later.snapshot()
-    for patch, error in LOADS:
-        assert_all_raise(rank, 1, patch, error, partial(later.load, path))
-        assert later.snapshot() == expected
-    # A rank without memory for the last agreement takes back its consent.
-    gather, load_state_dict, has_loaded = Peers.gather, sparsestep.Adam.load_state_dict, []
-
-    def load(self: Any, *args: Any) -> None:
-        load_state_dict(self, *args)
-        has_loaded.append(self)
-
-    def gather_and_fail(self: Peers, mine: Any) -> Any:
-        found = gather(self, mine)
-        if has_loaded:
-            raise NO_MEMORY
-        return found
-
-    with pytest.MonkeyPatch.context() as patches:
-        if rank.index == 1:
-            patches.setattr(sparsestep.Adam, "load_state_dict", load)
-            patches.setattr(Peers, "gather", gather_and_fail)
-        kind, text = (MemoryError, "none") if rank.index else (sparsestep.InputError, "rank 1 ran")
-        with pytest.raises(kind, match=text):
-            later.load(path)
+    error = OSError(errno.EIO, "Input/output error")
+    assert_all_raise(rank, 1, (torch, "load"), error, partial(later.load, path))
     assert later.snapshot() == expected
     damaged = path / "__1_0.distcp"
     raw = damaged.read_bytes()

@@ -247,24 +247,3 @@ def test_a_compiled_model_trains_as_it_does_in_eager(rank: Rank):
     assert equal(eager, compiled)
     assert all(equal(compiled, theirs) for theirs in rank.gather(compiled))
     assert models[1].table.graph_anchor is not None  # the lookup was in a graph
-
-
-@ranks(2)
-def test_ngrams(rank: Rank):
-    """Both ranks train as one process does on the mean of their losses."""
-
-    def made() -> sparsestep.nn.NgramEmbedding:
-        torch.manual_seed(0)
-        return sparsestep.nn.NgramEmbedding(ROWS, 4, weight=torch.randn(ROWS, 4).double())
-
-    ours, theirs = made(), made()
-    ddp = DistributedDataParallel(ours)
-    optimizers = [sparsestep.Adam(each.parameters()) for each in (ours, theirs)]
-    for step in range(3):
-        tokens = [torch.randint(3, (1, 2 + step + each)) for each in range(2)]
-        ddp(tokens[rank.index]).square().sum().backward()
-        sum(theirs(each).square().sum() / 2 for each in tokens).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_close(result(ours), result(theirs))

@@ -1,4 +1,4 @@
-"""Hosts with addresses of their own: one is cut off, and the others go on from the checkpoint.
+"""A rank is killed or a host cut off: torchrun starts ranks that go on from the checkpoint.
 
 Each host is a network namespace. Making one takes iproute2 and the rights of an administrator.
 """
@@ -6,13 +6,14 @@ Each host is a network namespace. Making one takes iproute2 and the rights of an
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.ranks import HAS_GLOO
 from tests.table import same_bits
 
 ROOT = Path(__file__).parents[2]
-HOSTS, STEPS, EVERY, CUT_BEFORE = 3, 8, 2, 6
+HOSTS, STEPS, EVERY, FAILS_BEFORE = 3, 8, 2, 6
 PORT, TIMEOUT = 29_511, 15  # seconds, until ranks notice that one is gone
 
 
@@ -36,7 +37,7 @@ def batch(step: int) -> Tensor:
     return whole.chunk(dist.get_world_size())[dist.get_rank()] if dist.is_initialized() else whole
 
 
-def train(folder: Path, *, is_cut_off: bool) -> None:
+def train(folder: Path, *, fails: bool = False) -> None:
     """Go on from the latest checkpoint; save after every other step."""
     torch.manual_seed(0)
     table = nn.Embedding(11, 4)
@@ -46,15 +47,23 @@ def train(folder: Path, *, is_cut_off: bool) -> None:
     first = max(done, default=0)
     if first:
         sparsestep.distributed.load(folder / str(first), table, optimizer)
+    saving = None
     for step in range(first + 1, STEPS + 1):
-        if is_cut_off and step == CUT_BEFORE:
-            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        if fails and step == FAILS_BEFORE:
+            if "SPARSESTEP_TEST_HOST" in os.environ:
+                subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         table(batch(step)).square().sum().backward()
         sparsestep.clip_grad_norm_(table.parameters(), 100.0)
         optimizer.step()
         if step % EVERY == 0:
-            sparsestep.distributed.save(folder / str(step), table, optimizer)
+            if saving is not None:
+                saving.result()
+            saving = sparsestep.distributed.async_save(folder / str(step), table, optimizer)
+    assert saving is not None
+    saving.result()
 
 
 def main() -> None:
@@ -62,38 +71,28 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
-    print(f"{os.environ['GROUP_WORLD_SIZE']} hosts\n", end="", flush=True)
-    is_first_try = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    is_last_host = os.environ["SPARSESTEP_TEST_HOST"] == str(HOSTS - 1)
-    train(Path(sys.argv[1]), is_cut_off=is_first_try and is_last_host)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    print(f"{dist.get_world_size()} ranks, attempt {attempt}\n", end="", flush=True)  # one write
+    is_last = os.environ.get("SPARSESTEP_TEST_HOST", os.environ["RANK"]) == sys.argv[2]
+    train(Path(sys.argv[1]), fails=attempt == 0 and is_last)
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    try:
-        with namespaces(HOSTS) as found:
-            yield found
-    except NamespaceError as error:
-        pytest.skip(str(error))
-
-
-def started(name: str, number: int, folder: Path) -> subprocess.Popen[str]:
-    """Torchrun on one host."""
-    command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
-    command += [f"--nnodes={HOSTS - 1}:{HOSTS}", "--nproc-per-node=1", "--max-restarts=3"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=test"]
-    command += ["--rdzv-conf=last_call_timeout=15,is_host=" + str(number == 0)]
-    command += [f"--local-addr=10.77.0.{number + 1}"]
-    command += ["-m", "tests.distributed.test_hosts", str(folder)]
+def torchrun(folder: Path, last: int, *options: str, host: tuple[int, str] | None = None) -> Any:
+    """Start it, on this machine or in the namespace of a host."""
+    folder.mkdir(exist_ok=True)
+    enter = [] if host is None else ["ip", "netns", "exec", host[1]]
+    command = [*enter, sys.executable, "-m", "torch.distributed.run", *options]
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
     return subprocess.Popen(
-        command,
+        [*command, "-m", "tests.distributed.test_hosts", str(folder), str(last)],
         cwd=ROOT,
         env={
             **os.environ,
-            "GLOO_SOCKET_IFNAME": "eth0",
+            "GLOO_SOCKET_IFNAME": loopback if host is None else "eth0",
             "OMP_NUM_THREADS": "1",
-            "SPARSESTEP_TEST_HOST": str(number),
+            **({} if host is None else {"SPARSESTEP_TEST_HOST": str(host[0])}),
+            # Otherwise ranks that are started again find the addresses of those before them.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         },
         stdout=subprocess.PIPE,
@@ -102,31 +101,51 @@ def started(name: str, number: int, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not HAS_GLOO, reason="needs gloo")
-def test_training_goes_on_without_a_host_that_was_cut_off(tmp_path: Path, hosts: list[str]):
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "whole").mkdir()
-    agents = [started(name, number, tmp_path / "cut") for number, name in enumerate(hosts)]
-    try:
-        for agent in agents[:-1]:
-            output, _ = agent.communicate(timeout=240)
-            assert agent.returncode == 0, output
-            assert f"{HOSTS} hosts" in output
-            assert f"{HOSTS - 1} hosts" in output
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.communicate()
-    train(tmp_path / "whole", is_cut_off=False)
+def check_goes_on(folder: Path, agents: list[Any], *words: str) -> None:
+    """Some agents end well and say words; checkpoints are those of a run that nothing disturbed."""
+    for agent in agents:
+        output, _ = agent.communicate(timeout=240)
+        assert agent.returncode == 0, output
+        assert all(each in output for each in words), output
+    (folder / "whole").mkdir()
+    train(folder / "whole")
     for step in range(EVERY, STEPS + 1, EVERY):
         ours, theirs = (
-            sparsestep.distributed.consolidate(tmp_path / each / str(step))
-            for each in ("cut", "whole")
+            sparsestep.distributed.consolidate(folder / each / str(step))
+            for each in ("disturbed", "whole")
         )
         assert same_bits(ours["model"]["weight"], theirs["model"]["weight"]), step
         for name, value in theirs["optimizer"]["state"][0].items():
             assert same_bits(ours["optimizer"]["state"][0][name], value), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_GLOO, reason="needs gloo")
+def test_training_goes_on_after_a_rank_was_killed(tmp_path: Path):
+    options = ("--nproc-per-node=2", "--max-restarts=1", "--standalone", "--local-addr=127.0.0.1")
+    agent = torchrun(tmp_path / "disturbed", 1, *options)
+    check_goes_on(tmp_path, [agent], "2 ranks, attempt 1")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_GLOO, reason="needs gloo")
+def test_training_goes_on_without_a_host_that_was_cut_off(tmp_path: Path):
+    options = [f"--nnodes={HOSTS - 1}:{HOSTS}", "--nproc-per-node=1", "--max-restarts=3"]
+    options += ["--rdzv-backend=c10d", f"--rdzv-endpoint=10.77.0.1:{PORT}", "--rdzv-id=test"]
+    agents: list[Any] = []
+    try:
+        with namespaces(HOSTS) as names:
+            for host in enumerate(names):
+                config = f"--rdzv-conf=last_call_timeout=15,is_host={host[0] == 0}"
+                mine = [*options, config, f"--local-addr=10.77.0.{host[0] + 1}"]
+                agents.append(torchrun(tmp_path / "disturbed", HOSTS - 1, *mine, host=host))
+            check_goes_on(tmp_path, agents[:-1], f"{HOSTS} ranks", f"{HOSTS - 1} ranks")
+    except NamespaceError as error:
+        pytest.skip(str(error))
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
 
 
 @pytest.mark.slow

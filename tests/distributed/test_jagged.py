@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,22 +16,6 @@ from tests.distributed.runs import said
 from tests.ranks import Rank, ranks
 
 SIZES = {"user": (11, 4), "item": (13, 4)}
-
-
-@dataclass
-class Jagged:
-    _values: Tensor
-    _weights: Tensor | None
-    _offsets: Tensor
-
-    def values(self) -> Tensor:
-        return self._values
-
-    def weights_or_none(self) -> Tensor | None:
-        return self._weights
-
-    def offsets(self) -> Tensor:
-        return self._offsets
 
 
 class Keyed:
@@ -62,7 +46,7 @@ class Keyed:
         ends = self._lengths.view(len(self._keys), -1).sum(1).cumsum(0)
         return [0, *ends.tolist()]
 
-    def to_dict(self) -> dict[str, Jagged]:
+    def to_dict(self) -> dict[str, Any]:
         found, ends = {}, self.offset_per_key()
         lengths = self._lengths.view(len(self._keys), -1)
         for n, key in enumerate(self._keys):
@@ -70,7 +54,9 @@ class Keyed:
             offsets = torch.zeros(lengths.shape[1] + 1, dtype=self._lengths.dtype)
             offsets[1:] = lengths[n].cumsum(0)
             weights = None if self._weights is None else self._weights[part]
-            found[key] = Jagged(self._values[part], weights, offsets)
+            parts = {"values": self._values[part], "weights_or_none": weights, "offsets": offsets}
+            methods = {name: lambda value=value: value for name, value in parts.items()}
+            found[key] = SimpleNamespace(**methods)
         return found
 
 

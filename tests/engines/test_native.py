@@ -125,7 +125,7 @@ def test_a_bad_call_into_the_core_is_refused():
         assert not jobs.add(group, 1, grad, param, [one, one], None, None, None, "who", 0)
     assert jobs.prepare(1) is None  # nothing was added
     catch_up, two = _native.ext.CatchUp(), torch.zeros(2, 3)
-    rest = None, torch.zeros(2, dtype=torch.int32), 0, 0, 1e-6, 1, 0
+    rest = None, torch.zeros(2, dtype=torch.int32), 0, 0, 0, 1e-6, 1, 0
     with pytest.raises(ValueError, match="no such idle update"):
         catch_up.run(two, (two,), *rest)
     catch_up.idle_update = _native.ext.idle_updates().index("geometric")

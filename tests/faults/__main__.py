@@ -34,8 +34,9 @@ def main() -> int:
     if str(library) not in os.environ.get("LD_PRELOAD", ""):
         command = [sys.executable, "-W", "ignore", "-m", "tests.faults", *sys.argv[1:]]
         # Threads that spin would take the cores from other cases.
-        calm = {"OMP_WAIT_POLICY": "passive"}
-        os.execve(sys.executable, command, {**allocations.environment(), **calm})
+        preloaded = " ".join(filter(None, (str(library), os.environ.get("LD_PRELOAD"))))
+        environment = {"LD_PRELOAD": preloaded, "OMP_WAIT_POLICY": "passive"}
+        os.execve(sys.executable, command, {**os.environ, **environment})
     return search(options)
 
 

@@ -19,14 +19,13 @@ extern void* __libc_calloc(size_t, size_t);
 extern void* __libc_realloc(void*, size_t);
 extern void* __libc_memalign(size_t, size_t);
 
-static atomic_long seen, failed, nth;  // nth == 0: disarmed
+static atomic_long seen, nth;  // nth == 0: disarmed
 static atomic_size_t least;
 static atomic_int persistent;
 
 void sparsestep_faults_arm(long n, size_t min_bytes, int keep_failing) {
     atomic_store(&nth, 0);
     atomic_store(&seen, 0);
-    atomic_store(&failed, 0);
     atomic_store(&least, min_bytes);
     atomic_store(&persistent, keep_failing);
     atomic_store(&nth, n);
@@ -38,14 +37,11 @@ long sparsestep_faults_disarm(void) {
     return atomic_load(&seen);
 }
 
-long sparsestep_faults_failed(void) { return atomic_load(&failed); }
-
 static int fails(size_t bytes) {
     long n = atomic_load_explicit(&nth, memory_order_relaxed);
     if (n == 0 || bytes < atomic_load_explicit(&least, memory_order_relaxed)) return 0;
     long now = atomic_fetch_add(&seen, 1) + 1;
     if (now != n && !(now > n && atomic_load(&persistent))) return 0;
-    atomic_fetch_add(&failed, 1);
     errno = ENOMEM;
     return 1;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import functools
 import linecache
@@ -12,8 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-
-from tests.faults.allocations import Allocations
 
 SMALLEST_ALLOCATION = 256  # below that, most are the interpreter's own
 NEVER = 1 << 62
@@ -114,15 +113,16 @@ class AllocationFailures(Injector):
     raises = (MemoryError, SystemError)
     persistent = False
 
-    def __init__(self) -> None:
-        self._allocations = Allocations()
-
     def inject(self, run: Callable[[], None], nth: int) -> int:
-        self._allocations.arm(nth + 1, SMALLEST_ALLOCATION, persistent=self.persistent)
+        preloaded = ctypes.CDLL(None)
+        arm, disarm = preloaded.sparsestep_faults_arm, preloaded.sparsestep_faults_disarm
+        disarm.restype = ctypes.c_long
+        number, size = ctypes.c_long(nth + 1), ctypes.c_size_t(SMALLEST_ALLOCATION)
+        arm(number, size, int(self.persistent))
         try:
             run()
         finally:
-            seen = self._allocations.disarm()
+            seen = disarm()
         return seen
 
 

@@ -15,7 +15,7 @@ import sparsestep
 from sparsestep.engines import torch_fused
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.storage import checkpoint
-from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
+from tests.faults.snapshot import Snapshot, difference, of_optimizer, snapshot
 from tests.table import COUNTERPARTS
 
 ROWS, DIM = 3000, 16
@@ -461,6 +461,7 @@ class Mapped(Operation):
 
     in_rows = False
     semantics = "masked"
+    evicts = False  # rows belong to ids of a vocabulary, which loses some in every step
 
     def new(self, path: str) -> None:
         make = partial(sparsestep.Adam, lr=0.1, semantics=self.semantics)
@@ -473,6 +474,10 @@ class Mapped(Operation):
         self.optimizer = make(self.model.parameters())
         if self.semantics == "dense":
             self.optimizer.track(self.model)
+        self.vocabulary = sparsestep.nn.Vocabulary(100, admit=2, evict="lru")
+        if self.evicts:
+            self.vocabulary.attach(embedding, self.optimizer)
+            self.model.insert(0, self.vocabulary)
 
     def setup(self) -> None:
         self.new("table")
@@ -481,7 +486,11 @@ class Mapped(Operation):
 
     def backward(self, step: int) -> None:
         self.optimizer.zero_grad()
-        (self.model(ids_of(step, 60)) - 1).square().sum().backward()
+        ids = ids_of(step, 60)
+        (self.model(ids % 80 + 9 * step if self.evicts else ids) - 1).square().sum().backward()
+
+    def more(self) -> dict[str, Any]:
+        return {"vocabulary": dict(self.vocabulary.state_dict())}
 
     def save(self, note: str) -> None:
         sparsestep.storage.save(self.folder / "saved", self.model, self.optimizer, extra=note)
@@ -532,7 +541,7 @@ class Save(Mapped):
     def values(self) -> dict[str, Any]:
         return {"live": super().values(), "saved": self.saved()}
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self, *, saves_again: bool = False) -> dict[str, Any]:
         """What the folder gives a process that starts from it."""
         if not (self.folder / "saved" / "manifest.json").exists():
             return {}
@@ -541,10 +550,25 @@ class Save(Mapped):
         torch.manual_seed(5)
         other = type(self)(self.folder)
         other.new("another")
-        return {"extra": other.load(), **of_optimizer(other.optimizer)}
+        found = {"extra": other.load(), **super(Save, other).values()}
+        if saves_again:  # beside what was left
+            other.save("again")
+        return found
 
     def reopen(self) -> Snapshot:
-        return snapshot({"saved": self.saved()})
+        found = snapshot({"saved": self.saved(saves_again=True)})
+        assert difference(found, snapshot({"saved": self.saved()})) in ([], ["saved.extra"])
+        return found
+
+
+class TrainAndSave(Save):
+    """What a process had done since a checkpoint is lost, or all of it is in the next one."""
+
+    faults = ("kill",)
+
+    def run(self) -> None:
+        self.train(20)
+        super().run()
 
 
 class Load(Mapped):
@@ -556,17 +580,26 @@ class Load(Mapped):
         self.save("first")
         self.train(5)
         self.save("latest")
+        rows = [self.table.clone()]
         for step in range(6, 9):
             self.train(step)
+        torch.save([*rows, self.table.clone()], self.folder / "rows")
 
     def run(self) -> None:
         self.load()
 
     def reopen(self) -> Snapshot:
-        """Open the same file and load once more, which gives what loading would have given."""
+        """Open the same file and load once more, which gives what loading would have given.
+
+        The file has its old content or its new one, and nothing else is left in the end.
+        """
         torch.manual_seed(6)
         self.new("table")
+        if self.semantics == "masked":  # otherwise rows catch up when they are saved
+            assert any(torch.equal(self.table, each) for each in torch.load(self.folder / "rows"))
         self.load()
+        known = {"table", "table.exp_avg", "table.exp_avg_sq", "saved", "rows"}
+        assert {path.name for path in self.folder.iterdir()} <= known
         return self.snapshot()
 
 
@@ -601,6 +634,9 @@ OPERATIONS: dict[str, type[Operation]] = {
     "save: changes": of(Save, checkpoints=2),
     "save: compact": of(Save, checkpoints=2, compacts=True),
     "save: in rows": of(Save, checkpoints=2, in_rows=True),
+    "train and save": of(TrainAndSave, checkpoints=2, compacts=True),
+    "train and save: deferred": of(TrainAndSave, checkpoints=2, semantics="dense"),
+    "train and save: evicting": of(TrainAndSave, checkpoints=2, in_rows=True, evicts=True),
     "load": Load,
     "load: in rows": of(Load, in_rows=True),
     "load: deferred": of(Load, semantics="dense"),

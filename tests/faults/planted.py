@@ -18,6 +18,8 @@ from tests.faults.snapshot import Snapshot, snapshot
 class Torn(Operation):
     """Writes one of two values, then the other."""
 
+    faults = (*Operation.faults, "out of memory")
+
     def setup(self) -> None:
         self.first = self.second = 0
 

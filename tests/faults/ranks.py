@@ -455,8 +455,9 @@ def _start(make: type[RankOperation], work: Callable[[Any], Any], folder: Path, 
         os.dup2(log, 2)
         os.environ["GROUP_RANK"] = str(rank * make.hosts // world_size)
         store = dist.FileStore(str(folder / "store"), world_size)
-        options = {"rank": rank, "world_size": world_size, "timeout": TIMEOUT}
-        dist.init_process_group("gloo", store=store, **options)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
+        )
         world = make(folder).prepare()
         dist.barrier()
         (folder / f"ready{rank}").touch()

@@ -49,6 +49,15 @@ grown = resident() - before
 assert grown < 64, f"{grown} MiB"  # the table has 2,441
 assert param[rows[0]].max() < -0.1
 
+opt = sparsestep.SGD([param], lr=0.1, momentum=0.9, semantics="dense")
+before = resident()
+for _ in range(2):
+    opt.catch_up(param, rows)
+    param.grad = torch.sparse_coo_tensor(rows, torch.ones(256, 16), param.shape)
+    opt.step()
+grown = resident() - before
+assert grown < 64, f"{grown} MiB"  # the last steps of all rows would be 152
+
 shape = torch.Size([150_000, 1_024])
 param, grad = (lazy.zeros(shape, torch.float32, cpu) for _ in range(2))
 mask = torch.arange(len(param)) >= len(param) - 5

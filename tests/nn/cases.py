@@ -13,18 +13,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import sparsestep
 from sparsestep.grads.compact import CompactGrad
-
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-OPTIMIZERS: dict[str, Any] = {
-    "SGD": lambda params: sparsestep.SGD(params, lr=0.1, momentum=0.9),
-    "Adam": lambda params: sparsestep.Adam(params, lr=0.1),
-    "AdamW, dense": lambda params: sparsestep.AdamW(params, lr=0.1, semantics="dense"),
-    "SparseAdam": lambda params: sparsestep.SparseAdam(params, lr=0.1),
-    "Adagrad": lambda params: sparsestep.Adagrad(params, lr=0.1),
-    "RowwiseAdagrad": lambda params: sparsestep.RowwiseAdagrad(params, lr=0.1),
-}
+from tests.table import DTYPES
 
 
 @dataclass

@@ -122,14 +122,6 @@ def test_what_is_refused_changes_nothing():
             assert same(param, old)  # though max_norm would have written to the first table
 
 
-def test_names_and_tables_that_are_refused():
-    names: list[Any] = ["a.b", "", "values", 3]
-    given: list[Any] = [(5,), 5, nn.Linear(2, 2), nn.Embedding(5, 2), None]
-    for tables in (*({name: (5, 2)} for name in names), *([(5, 2), table] for table in given)):
-        with pytest.raises(sparsestep.InputError):
-            EmbeddingBagCollection(tables)
-
-
 def test_the_state_dict_and_the_options():
     given = nn.EmbeddingBag(5, 2, mode="max", padding_idx=1)
     options = {"mode": "sum", "include_last_offset": True, "dtype": torch.float64}

@@ -1,4 +1,4 @@
-"""``fuse`` and ``optimizer_for``: our modules in place of torch's."""
+"""``fuse``: our modules in place of torch's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from torch import Tensor, distributed, nn
 
 import sparsestep
 from sparsestep.grads.compact import CompactGrad
-from sparsestep.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, fuse, optimizer_for
-from tests.deferred.runs import each_kind
+from sparsestep.nn import Embedding, EmbeddingBag, EmbeddingBagCollection, fuse
 from tests.nn.cases import copies, same
-from tests.table import Variant
 
 IDS = torch.tensor([[1, 2, 1]])
 
@@ -247,71 +245,3 @@ def test_tables_that_are_sharded_by_torch_keep_its_gradient():
     with pytest.warns(UserWarning, match="0 .its weight is a DTensor, whose gradient is dense"):
         fuse(model)
     assert type(model[0]) is nn.Embedding
-
-
-# optimizer_for: fuse, dense semantics and tracking in one call
-
-
-def model_of() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.EmbeddingBag(50, 4), nn.Linear(4, 1)).double()
-
-
-def train_bags(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 12) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        ids = torch.randint(0, 50, (3, 2), generator=generator)
-        (model(ids) - 1).square().mean().backward()
-        optimizer.step()
-
-
-@each_kind
-def test_it_trains_as_the_dense_model_does(variant: Variant):
-    """The oracle is the same class on the dense gradients of torch's modules."""
-    dense, model = model_of(), model_of()
-    train_bags(dense, variant(dense.parameters()))
-    optimizer = optimizer_for(model, variant.cls, **variant.options)
-    train_bags(model, optimizer)
-    assert isinstance(model[0], sparsestep.nn.EmbeddingBag)
-    torch.testing.assert_close(model.state_dict(), dense.state_dict(), rtol=1e-8, atol=1e-8)
-
-
-def test_options_and_param_groups_can_be_passed():
-    positional = optimizer_for(model_of(), sparsestep.SGD, 0.5, 0.9)
-    assert (positional.defaults["lr"], positional.defaults["momentum"]) == (0.5, 0.9)
-    model = model_of()
-    table, *others = model.parameters()
-    groups = [{"params": [table], "lr": 0.5}, {"params": others}]
-    options = {"params": groups, "lr": 0.1, "semantics": "masked"}
-    optimizer = optimizer_for(model, sparsestep.AdamW, **options)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
-    assert "fused=True" in repr(model[0])
-    before = [param.detach().clone() for param in model.parameters()]
-    train_bags(model, optimizer, steps=1)
-    assert not any(map(torch.equal, before, model.parameters()))
-    assert int((table != before[0]).any(dim=1).sum()) <= 6
-
-
-def rounded(param: Any, grad: Any, *, lr: float) -> Any:
-    return (param - lr * grad).round()
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.AdamW, {}),
-        (sparsestep.AdamW([torch.zeros(1)]), {}),
-        (sparsestep.AdamW, {"lr": -1.0}),
-        (sparsestep.AdamW, {"semantics": "sparse"}),
-        (sparsestep.AdamW, {"params": [torch.zeros(1)]}),
-        (sparsestep.rule()(rounded), {"lr": 0.1}),
-    ],
-)
-def test_what_is_refused_leaves_the_model_alone(optimizer: Any, options: dict[str, Any]):
-    model = model_of()
-    before = list(map(type, model.modules()))
-    with pytest.raises(sparsestep.InputError):
-        optimizer_for(model, optimizer, **options)
-    assert list(map(type, model.modules())) == before
-    assert not any(module._forward_pre_hooks for module in model.modules())

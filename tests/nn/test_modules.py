@@ -132,6 +132,15 @@ def test_transforms_of_torch_func(ours: Any, theirs: Any):
         return torch.func.grad(loss)(weight, IDS), each(weight, ids)
 
     assert_same(ours, theirs, run)
+    collection = sparsestep.nn.EmbeddingBagCollection([(10, 3)])
+
+    def loss(weight: Tensor) -> Tensor:
+        named = {"tables.0.weight": weight}
+        return torch.func.functional_call(collection, named, ([IDS],))[0].sin().sum()
+
+    (weight,) = collection.parameters()
+    collection([IDS])[0].sin().sum().backward()
+    assert torch.allclose(torch.func.grad(loss)(weight.detach()), weight.grad.to_dense())
 
 
 @pytest.mark.parametrize(("ours", "strict"), [(Embedding, True), (EmbeddingBag, False)])
@@ -178,19 +187,6 @@ def test_shapes_without_numbers(ours: Any, theirs: Any, mode: Any):
     assert bag.shape == (1, 3)
 
 
-def test_transforms_of_a_collection():
-    collection = sparsestep.nn.EmbeddingBagCollection([(10, 3)])
-    (weight,) = collection.parameters()
-
-    def loss(values: Tensor) -> Tensor:
-        (found,) = torch.func.functional_call(collection, {"tables.0.weight": values}, ([IDS],))
-        return found.sin().sum()
-
-    grad = torch.func.grad(loss)(weight.detach())
-    collection([IDS])[0].sin().sum().backward()
-    assert torch.allclose(grad, weight.grad.to_dense())
-
-
 @each_kind
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints(ours: Any, theirs: Any, reentrant: bool):
@@ -216,19 +212,6 @@ def test_anomaly_detection(ours: Any, theirs: Any):
         table(IDS).sum().backward()
         with pytest.raises(RuntimeError, match="nan"):
             (table(IDS) * float("nan")).sum().backward()
-
-
-@each_kind
-def test_masks(ours: Any, theirs: Any):
-    def run(kind: Any) -> Iterable[Tensor]:
-        table = kind(10, 3, sparse=True)
-        rows = torch.arange(10) % 2 == 0
-        optimizer = sparsestep.Adam([{"params": [table.weight], "mask": rows}])
-        table(IDS).sin().sum().backward()
-        optimizer.step()
-        return [table.weight]
-
-    assert_same(ours, theirs, run)
 
 
 @each_kind

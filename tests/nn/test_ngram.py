@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep import storage
 from sparsestep.nn import NgramEmbedding, ngram
-from tests.nn.cases import OPTIMIZERS, plain, same, same_run
+from tests.nn.cases import plain, same
 
 MASK = (1 << 64) - 1
 
@@ -146,49 +146,6 @@ def test_threads_and_devices_agree(combine: Any, time: int, monkeypatch: pytest.
     for rows, offsets in found.values():
         assert torch.equal(rows, found[0][0])
         assert torch.equal(offsets, found[0][1])
-
-
-class Memory(nn.Module):
-    """N-grams by hand: torch's table and a model of the hash."""
-
-    def __init__(self, module: NgramEmbedding) -> None:
-        super().__init__()
-        self.hashed = copy.deepcopy(module)
-        self.table = nn.EmbeddingBag.from_pretrained(
-            module.weight.detach().clone(), freeze=False, mode="sum", sparse=True
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        rows = rows_by_hand(self.hashed, tokens, None)
-        bags = [[row for row in each if row is not None] for each in rows]
-        offsets = torch.tensor([0, *[len(bag) for bag in bags[:-1]]]).cumsum(0)
-        flat = torch.tensor([row for bag in bags for row in bag], dtype=torch.int64)
-        return self.table(flat, offsets).view(*tokens.shape, -1)
-
-
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "RowwiseAdam, dense"])
-def test_training_is_that_of_a_table_by_hand(name: str):
-    torch.manual_seed(0)
-
-    def rowwise_dense(params: Any) -> Any:
-        return sparsestep.RowwiseAdam(params, lr=0.1, semantics="dense")
-
-    make = OPTIMIZERS.get(name, rowwise_dense)
-    ours = NgramEmbedding(50, 4, orders=(1, 2), heads=2)
-    theirs = Memory(ours)
-    optimizers = [make(ours.parameters()), make(theirs.table.parameters())]
-    if "dense" in name:
-        optimizers[0].track(ours)
-        optimizers[1].track(theirs)
-    for step in range(6):
-        tokens = torch.randint(4, (2, 5)) + 4 * (step % 2)
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad()
-            model(tokens).square().sum().backward()
-            optimizer.step()
-    for optimizer in optimizers:
-        optimizer.catch_up()
-    assert same_run(*optimizers)
 
 
 def test_no_row_is_read_before_it_has_caught_up():

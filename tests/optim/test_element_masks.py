@@ -107,6 +107,20 @@ def test_set_mask_keeps_the_state_of_rows_and_elements_that_stay(name: str):
 
 
 @each_optimizer
+def test_rows_are_forgotten(name: str):
+    ours, param = make(name, torch.ones(9, 7), mask=MASK)
+    param.grad = torch.ones(9, 7)
+    ours.step()
+    before = {key: value.clone() for key, value in state_of(ours, param).items()}
+    rows = torch.tensor([2, 5])
+    ours.forget(param, rows)
+    for key, value in state_of(ours, param).items():
+        if value.dim():
+            assert same_bits(value, before[key].index_fill(0, rows, 0))
+            assert before[key][rows].any()
+
+
+@each_optimizer
 def test_checkpoints_keep_the_shape_of_rows(name: str):
     ours, param = make(name, torch.ones(9, 7), mask=MASK)
     param.grad = torch.ones(9, 7)

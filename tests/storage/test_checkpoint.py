@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import json
 import os
-import random
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +20,6 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import checkpoint, journal, load, mapped, save, writing
-from tests.storage import kills
 from tests.storage.training import (
     DIM,
     ROWS,
@@ -31,7 +27,6 @@ from tests.storage.training import (
     batches,
     coo,
     embedding,
-    fork,
     full,
     in_each_place,
     initial,
@@ -493,40 +488,6 @@ def test_a_table_behind_a_link_and_one_without_a_name(tmp_path: Path):
     assert os.listdir(tmp_path / "disk") == ["real"]
 
 
-KILLED_AT = [
-    (checkpoint.Replacements, "prepare", 1),
-    (checkpoint._Swap, "rename", 2),
-]
-
-
-def load_and_die(run: Run, owner: Any, name: str, nth: int, _: int) -> None:
-    kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
-    setattr(owner, name, fail_at(getattr(owner, name), nth, kill))
-    run.load()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has torch")
-@pytest.mark.parametrize("where", KILLED_AT, ids=lambda at: at[1])
-def test_a_process_killed_in_load(where, tmp_path: Path):
-    """Files have their old or their new content, and a load in another process completes it."""
-    run, before = saved_run(tmp_path)
-    now = run.now
-    pid, reader = fork(functools.partial(load_and_die, run, *where))
-    os.close(reader)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    del run
-    gc.collect()
-    table = mapped(tmp_path / "table", (ROWS, DIM))
-    assert any(same([table], [each]) for each in (now[0], before[0]))
-    del table
-    gc.collect()
-    fresh = Run(tmp_path)
-    fresh.load()
-    assert same(before, fresh.now)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"table", "table.exp_avg", "table.exp_avg_sq", "saved"}
-
-
 def test_errors_that_torch_hides_are_raised_even_while_another_is_handled(tmp_path, monkeypatch):
     run, _ = saved_run(tmp_path)
 
@@ -548,21 +509,3 @@ def test_errors_that_torch_hides_are_raised_even_while_another_is_handled(tmp_pa
         patch.setattr(torch, "save", fail_at(torch.save, 2, hiding))
         with pytest.raises(OSError, match="space"):
             save_while_handling()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has torch")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    ("kinds", "times"),
-    [
-        ((0, 2, kills.EVICTING), 2),
-        pytest.param(range(len(kills.OPTIMIZERS)), 10, marks=pytest.mark.slow),
-    ],
-)
-def test_processes_that_were_killed_go_on(kinds, times, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checkpoint, "_COMPACT_MIN_BYTES", 1)
-    monkeypatch.setattr(checkpoint, "_COMPACT_RATIO", 0.6)
-    chance = random.Random(0)
-    for kind in kinds:
-        kills.check(kind, times, chance)

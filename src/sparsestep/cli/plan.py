@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from sparsestep.cli.options import add_number, float_in_range, int_in_range
-from sparsestep.distributed.collectives import MAX_POSTED_RANKS
 from sparsestep.distributed.placement import PLACEMENTS
 from sparsestep.distributed.plan import Plan, TableSize, choose_placements, format_bytes
 from sparsestep.errors import InputError, message
@@ -24,8 +23,9 @@ _MOST = 1 << 40
 # Milliseconds of CPU per step: for each table, for each table and rank, for each megabyte that is
 # sent and received, and for each bag and id that is looked up and updated.
 _CPU_TABLE, _CPU_MESSAGE, _CPU_MEGABYTE, _CPU_BAG, _CPU_ID = 0.27, 0.001, 0.6, 0.00023, 0.00007
-# Collectives of a step with lockstep and without clipping, one after the other.
-_COLLECTIVES = 5
+# Collectives of a step with lockstep and without clipping, one after the other. Gloo takes two
+# delays for each: the receiver first says that it is ready.
+_COLLECTIVES, _DELAYS = 5, 2
 # Process groups with a connection to every rank: torch's own, that of shard, and that of
 # lockstep(prefetch=1). A process has some other files open.
 _GROUPS, _OTHER_FILES = 3, 30
@@ -95,7 +95,7 @@ class StepCosts:
         >>> from sparsestep.distributed.placement import ByRow
         >>> costs = StepCosts(Plan([ByRow("user", 1000, 64, 4)], 8, batch=1000), 10, latency=50)
         >>> round(costs.work, 2), round(costs.messages, 2), round(costs.network, 2), costs.latency
-        (0.3, 0.55, 0.36, 0.25)
+        (0.3, 0.55, 0.36, 0.5)
     """
 
     def __init__(self, plan: Plan, network: float, latency: float) -> None:
@@ -109,9 +109,7 @@ class StepCosts:
             + _CPU_MEGABYTE * sent / 1e6
         )
         self.network: float = 8e3 * sent / (network * 1e9)
-        # Gloo takes two delays for a collective, unless receives are posted in advance.
-        delays = 1 if plan.world_size <= MAX_POSTED_RANKS else 2
-        self.latency: float = _COLLECTIVES * delays * latency / 1e3
+        self.latency: float = _COLLECTIVES * _DELAYS * latency / 1e3
 
 
 def format_costs(costs: StepCosts) -> str:

@@ -191,11 +191,7 @@ def train_steps(
     batches: Iterable[SkipgramBatch],
     clock: Callable[[], float] = perf_counter,
 ) -> Iterator[TrainingRun]:
-    """Train copies of both tables.
-
-    Yields:
-        The run, always the same object, after each step. Time between steps is not counted.
-    """
+    """Train copies of both tables; yields the run after each step, and does not time the caller."""
     words, candidates = (
         Embedding.from_pretrained(table.clone(), freeze=False, sparse=True) for table in weights
     )

@@ -11,7 +11,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from sparsestep.engines.base import finish, reserve
 from sparsestep.rules.idle import AdamDrift, IdleUpdate, SignDrift
 from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
+
+if TYPE_CHECKING:
+    from sparsestep.deferred.rows import DeferredRows
 
 # Terms below this, relative to the first, are left out.
 _NEGLIGIBLE = 1e-18
@@ -243,21 +246,16 @@ _IDLE_UPDATES = ext.idle_updates() if ext else []
 
 
 def catch_up_native(
-    history: StepHistory,
-    rule: Rule,
-    last: Tensor,
-    param: Tensor,
-    state: list[Tensor],
-    rows: Tensor | None,
+    deferred: DeferredRows, param: Tensor, state: list[Tensor], rows: Tensor | None
 ) -> int | None:
-    """Catch up rows, or all, in the core; ``last`` has the last step of each row.
+    """Catch up rows, or all, in the core.
 
     Parameter and state are real tensors. Returns the number of rows whose parameter was not
     current; ``None`` if the core declines and nothing has changed.
     """
     if torch.compiler.is_compiling():  # the core stays outside graphs
-        return cast("int | None", _uncompiled(history, rule, last, param, state, rows))
-    idle = history.idle_update
+        return cast("int | None", _uncompiled(deferred, param, state, rows))
+    history, rule, idle = deferred.history, deferred.rule, deferred.history.idle_update
     if ext is None or not param.is_cpu or idle.native not in _IDLE_UPDATES:
         return None
     call = history.native_call(rule)
@@ -267,7 +265,8 @@ def catch_up_native(
         param,
         tuple(state),
         None if rows is None else rows.contiguous(),
-        last,
+        deferred.stored_steps,
+        deferred.initial_step,
         history.now,
         history.base,
         history.max_error(param.dtype),
@@ -276,9 +275,9 @@ def catch_up_native(
     )
     if done is None:
         return None
-    deferred, stale = done
+    caught_up, stale = done
     # A row's state may be deferred while its parameter is current.
-    if stale or (deferred and (idle.recomputes or history.constraint is not None)):
+    if stale or (caught_up and (idle.recomputes or history.constraint is not None)):
         increment_version([param])
     return int(stale)
 
@@ -288,25 +287,18 @@ _uncompiled = disable_compiler(catch_up_native)
 
 @torch.no_grad()
 def catch_up_reference(
-    history: StepHistory,
-    rule: Rule,
-    last: Tensor,
-    param: Tensor,
-    state: list[Tensor],
-    rows: Tensor | None,
+    deferred: DeferredRows, param: Tensor, state: list[Tensor], rows: Tensor | None
 ) -> int:
-    """Catch up in torch operations, in float64; arguments and result as ``catch_up_native``.
-
-    A row's steps are looked up on the CPU, then moved to the parameter's device.
-    """
-    rows = torch.arange(len(last), device="cpu") if rows is None else rows.cpu().unique()
-    old = last[rows].long()
+    """Catch up in torch operations, in float64; arguments and result as ``catch_up_native``."""
+    history, stored, initial = deferred.history, deferred.stored_steps, deferred.initial_step
+    rows = torch.arange(len(stored), device="cpu") if rows is None else rows.cpu().unique()
+    old = stored[rows].long() ^ initial
     had_gradient = old >= 0
     since = torch.where(had_gradient, old, ~old) - history.base
     now = torch.where(had_gradient, history.now, ~history.now).to(torch.int32)
-    set_last_step = partial(last.index_put_, (rows,), now)
-    deferred = since < history.steps
-    rows, since, had_gradient = rows[deferred], since[deferred], had_gradient[deferred]
+    set_last_step = partial(stored.index_put_, (rows,), now ^ initial)
+    is_deferred = since < history.steps
+    rows, since, had_gradient = rows[is_deferred], since[is_deferred], had_gradient[is_deferred]
     if not rows.numel() or not param.numel():
         set_last_step()
         return 0
@@ -314,7 +306,7 @@ def catch_up_reference(
     before, *states = (t[there].double().reshape(len(there), -1) for t in (param, *state))
     idle, missed = history.idle_update, MissedSteps(history, since, had_gradient, param)
     move = _move if history.constraint is None else _move_constrained
-    old_states = dict(zip(rule.state_names, states, strict=True))
+    old_states = dict(zip(deferred.rule.state_names, states, strict=True))
     after, states, is_stale = move(missed, before, old_states, state)
     written = list(zip(state, states, strict=True))
     stale = int(is_stale.sum())

@@ -46,55 +46,6 @@ def valid_rows(ids: Any, weight: Tensor) -> Tensor | None:
     return rows if out_of_range(rows, weight.shape[0]) is None else None
 
 
-_PER_PAGE = 1024  # rows that are initialized together
-_FEW = 1 << 18  # below this, initializing all rows at once is cheaper
-
-
-class _LazySteps:
-    """A step number for each row, written page by page on first use.
-
-    Example:
-        >>> steps = _LazySteps(2_000_000, -1)
-        >>> steps.initialize(torch.tensor([1_999_999, 5]))
-        >>> steps.values[[5, 1_999_999]], steps.pages_left
-        (tensor([-1, -1], dtype=torch.int32), 1952)
-    """
-
-    def __init__(self, num_rows: int, initial: int) -> None:
-        self._initial = initial
-        self._initialized: Tensor | None = None
-        self.pages_left: int = 0  # that are not initialized
-        self.values: Tensor  # int32, on the CPU; right for rows that are initialized
-        if num_rows < _FEW:
-            self.values = torch.full((num_rows,), initial, dtype=torch.int32, device="cpu")
-            return
-        count = -(-num_rows // _PER_PAGE)
-        cpu = torch.device("cpu")
-        self._pages = lazy.zeros(torch.Size([count, _PER_PAGE]), torch.int32, cpu)
-        self.values = self._pages.view(-1)[:num_rows]
-        if initial:
-            self._initialized = torch.zeros(count, dtype=torch.bool, device=cpu)
-            self.pages_left = count
-
-    def initialize(self, rows: Tensor | None) -> None:
-        """Write the initial value of rows that do not have one yet; ``None`` for all."""
-        initialized = self._initialized
-        if initialized is None:
-            return
-        if rows is None:
-            self._pages[~initialized] = self._initial
-            self.pages_left = 0
-        else:
-            pages = rows.to("cpu") // _PER_PAGE
-            new = pages[~initialized[pages]].unique()
-            if new.numel():
-                self._pages[new] = self._initial
-                initialized[new] = True
-                self.pages_left -= new.numel()
-        if not self.pages_left:
-            self._initialized = None
-
-
 _MAX_COUNT = 2**31 - 1  # last steps are int32
 
 
@@ -114,9 +65,11 @@ class DeferredRows:
         self.history: StepHistory = StepHistory(idle, hyperparams, done, settings.constraint)
         self.movable_rows: Tensor | None = None  # selected by a mask; None for all
         self.param: Tensor | None = None  # a strong reference, so that its id stays taken
-        self._movable_mask: tuple[Tensor, Tensor] | None = None
+        self._movable_mask: Tensor | None = None  # a copy of the mask
         self._mask: tuple[Tensor, int | None] | None = None  # and its version
-        self._steps = _LazySteps(num_rows, ~done if new else done)
+        # Int32, on the CPU, xored with the initial value: zeros take no memory before first use.
+        self.stored_steps = lazy.zeros(torch.Size([num_rows]), torch.int32, torch.device("cpu"))
+        self.initial_step = ~done if new else done
         self._min_step = done  # the step that every row has reached
         self._sweep_position: tuple[int, int] | None = None  # next row, steps when it began
         self._version: tuple[int, int] | None = None  # of the parameter after our latest write
@@ -128,10 +81,9 @@ class DeferredRows:
     def last_step(self) -> Tensor:
         """For each row the step after which it is current, int32, on the CPU.
 
-        ``~step`` for a row that has never had a gradient: it has missed no momentum. Rows that were
-        never used may not be initialized.
+        ``~step`` for a row that has never had a gradient: it has missed no momentum.
         """
-        return self._steps.values
+        return self.stored_steps ^ self.initial_step
 
     @property
     def has_deferred(self) -> bool:
@@ -142,14 +94,12 @@ class DeferredRows:
         """Count the deferred rows."""
         if not self.has_deferred:
             return 0
-        self._steps.initialize(None)
         last = self.last_step
         return int((torch.where(last < 0, ~last, last) < self.history.now).sum())
 
     @property
     def never_updated(self) -> Tensor:
         """Which rows have never had a gradient."""
-        self._steps.initialize(None)
         return self.last_step < 0
 
     def matches(self, settings: GroupSettings) -> bool:
@@ -178,18 +128,14 @@ class DeferredRows:
     def set_mask(self, selection: masks.MaskSelection | None) -> None:
         """Let only the rows move that a mask selects, while all rows are current."""
         if not self.has_mask(selection):
+            copied = None if selection is None else selection.mask.detach().reshape(-1).clone()
+            self._movable_mask = copied  # from here on, nothing can fail
             self._mask = None if selection is None else (selection.mask, selection.version)
             self.movable_rows = None if selection is None else selection.indices
 
     def movable(self, rows: Tensor) -> Tensor:
         """The subset of rows that the mask of the latest step lets move."""
-        selected = self.movable_rows
-        if selected is None:
-            return rows
-        if self._movable_mask is None or self._movable_mask[0] is not selected:
-            mask = torch.zeros(self.num_rows, dtype=torch.bool, device=selected.device)
-            self._movable_mask = selected, mask.index_fill_(0, selected, True)
-        return rows[self._movable_mask[1][rows]]
+        return rows if self._movable_mask is None else rows[self._movable_mask[rows]]
 
     def prepare_step(
         self, param: Tensor, state: list[Tensor], rows: Tensor, engine: str = "auto"
@@ -232,7 +178,7 @@ class DeferredRows:
 
     def prepare_replay(
         self, settings: GroupSettings, param: Tensor
-    ) -> tuple[tuple[Tensor, Tensor, int], Callable[[], None]] | None:
+    ) -> tuple[tuple[Tensor, Tensor, int, int], Callable[[], None]] | None:
         """Prepare another step under the same settings, in which no row has to catch up.
 
         Returns the arguments of the core, which checks and advances the last steps, and a call that
@@ -250,7 +196,8 @@ class DeferredRows:
             or self._version != _write_version(param)
         ):
             return None
-        return (param, self.last_step, history.now), self.prepare_commit(settings, param)
+        last_steps = param, self.stored_steps, self.initial_step, history.now
+        return last_steps, self.prepare_commit(settings, param)
 
     def catch_up(
         self, param: Tensor, state: list[Tensor], rows: Tensor | None, *, engine: str = "auto"
@@ -265,13 +212,11 @@ class DeferredRows:
         in_step, self.in_step = self.in_step, True
         self._version = None  # in case an exception comes between the write and the new version
         try:
-            self._steps.initialize(rows)
-            missed = self.history, self.rule, self.last_step
             stale = None
             if engine != "reference":
-                stale = catch_up_native(*missed, param, state, rows)
+                stale = catch_up_native(self, param, state, rows)
             if stale is None:
-                stale = catch_up_reference(*missed, param, state, rows)
+                stale = catch_up_reference(self, param, state, rows)
             self._version = _write_version(param)
             if mapped_files:
                 written([param])
@@ -280,10 +225,7 @@ class DeferredRows:
             self.in_step = in_step
 
     def catch_up_all(self, param: Tensor, state: list[Tensor], engine: str = "auto") -> int:
-        """Make every row current that may move, and clear the history; see ``catch_up``.
-
-        May be interrupted between any two calls.
-        """
+        """Make every row current that may move, and clear the history; may be interrupted."""
         if not self.history.steps:
             return 0
         self.check(param, state)
@@ -293,8 +235,8 @@ class DeferredRows:
             rows = self._rows_to_catch_up(param)
             stale = self.catch_up(param, state, rows, engine=engine)
             if rows is not None or not param.numel():  # the other rows do not move
-                steps = torch.where(self.never_updated, ~now, now)
-                finish((partial(self.last_step.copy_, steps),))
+                steps = torch.where(self.never_updated, ~now, now) ^ self.initial_step
+                finish((partial(self.stored_steps.copy_, steps),))
         self.history.clear()
         self._min_step = now
         return stale
@@ -322,9 +264,10 @@ class DeferredRows:
         device = param.device if self.movable_rows is None else self.movable_rows.device
         rows = self.movable(torch.arange(row, end, device=device))
         self.catch_up(param, state, rows, engine=engine)
-        self._steps.initialize(torch.arange(row, end, device="cpu"))
-        some, now = self.last_step[row:end], self.history.now
-        some.copy_(torch.where(some < 0, ~now, now))  # also of rows that may not move
+        some, now = self.stored_steps[row:end], self.history.now
+        was_never = (some ^ self.initial_step) < 0
+        # Also of rows that may not move.
+        some.copy_(torch.where(was_never, ~now, now) ^ self.initial_step)
         self._sweep_position = end, began
         if end == self.num_rows:
             self.history.drop_oldest(began)
@@ -344,8 +287,9 @@ class DeferredRows:
             return
         warn_once(
             StaleWarning,
-            "a parameter was modified while some of its rows were behind (semantics='dense'), by "
-            "another optimizer or by your own code, so the new values come from outdated ones. "
+            "a parameter was modified while updates of some rows were deferred "
+            "(semantics='dense'), by another optimizer or by your own code, so the new values "
+            "come from outdated ones. "
             "Call optimizer.catch_up() first, or optimizer.track(model, guard=True) once.",
         )
 
@@ -365,7 +309,7 @@ class DeferredRows:
         required = [shape[:1] if spec.per_row else shape for spec in self.rule.state]
         if shape[0] != self.num_rows or [tensor.shape for tensor in state] != required:
             requirement = (
-                f"a parameter with rows that are behind must keep its shape, {self.num_rows} rows"
+                f"a parameter with deferred rows must keep its shape, {self.num_rows} rows"
             )
             got = f"{tuple(shape)} with state {[tuple(t.shape) for t in state]}"
             raise InputError(message(requirement, got, "Create a new optimizer for it"))
@@ -375,32 +319,31 @@ class DeferredRows:
         step = self.history.now + 1
         check_count(step)
         if rows is None:
-            self._steps.initialize(None)
             return partial(self._set_all_last_steps, step)
         rows = rows.reshape(-1).cpu().long()
-        self._steps.initialize(rows)
-        return partial(self.last_step.index_fill_, 0, rows, step)
+        return partial(self.stored_steps.index_fill_, 0, rows, step ^ self.initial_step)
 
     def _set_all_last_steps(self, step: int) -> None:
-        self.last_step.fill_(step)
+        self.stored_steps.fill_(step ^ self.initial_step)
         self._min_step = step
 
     def with_settings(self, settings: GroupSettings) -> DeferredRows:
         """The same rows, all current, under another rule or other options."""
         rows = DeferredRows(settings, self.num_rows, self.history.now, new=False)
-        rows._steps, rows.param = self._steps, self.param
+        rows.stored_steps, rows.initial_step = self.stored_steps, self.initial_step
+        rows.param = self.param
         return rows
 
     def prepare_growth(self, num_rows: int) -> Callable[[], None]:
         """Allocate for more rows, while all rows are current; the result commits the growth."""
         never_updated = torch.ones(num_rows, dtype=torch.bool, device="cpu")
         never_updated[: self.num_rows] = self.never_updated
-        now, steps = self.history.now, _LazySteps(num_rows, 0)
-        steps.values.copy_(torch.where(never_updated, ~now, now))
+        now = self.history.now
         return partial(
             vars(self).update,
             num_rows=num_rows,
-            _steps=steps,
+            stored_steps=torch.where(never_updated, ~now, now).int(),
+            initial_step=0,
             _movable_mask=None,
             _sweep_position=None,
             _min_step=now,
@@ -408,9 +351,8 @@ class DeferredRows:
 
     def prepare_reset(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The write that resets rows (int64 on the CPU): the tensor, the rows, their new value."""
-        self._steps.initialize(rows)
-        value = torch.full((1,), ~self.history.now, dtype=torch.int32, device="cpu")
-        return self.last_step, rows, value
+        value = ~self.history.now ^ self.initial_step
+        return self.stored_steps, rows, torch.full((1,), value, dtype=torch.int32, device="cpu")
 
 
 def _write_version(param: Tensor) -> tuple[int, int]:
@@ -498,7 +440,7 @@ class StepCatchUp:
         update, indices = pending.update, pending.indices
         idle, is_known = update.settings.rule.idle_update, id(update.key) in self._deferred
         if indices is None and not is_known and idle is not None and not idle.recomputes:
-            return 0  # as long as gradients are dense, no row is ever behind
+            return 0  # as long as gradients are dense, no row is deferred
         try:
             deferred, stale = self._rows_for(pending)
             self._prepared.append(deferred)
@@ -558,7 +500,7 @@ def replay_dense_step(
 ) -> bool:
     """Repeat a step with new gradients if no row of them has to catch up; see ``replay_step``."""
     assert ext is not None
-    last_steps: list[tuple[Tensor, Tensor | None, int]] = []
+    last_steps: list[tuple[Tensor, Tensor | None, int, int]] = []
     calls: list[Callable[[], None]] = []
     for group, settings, known in zip(groups, cached.settings, cached.cached_groups, strict=False):
         if not all(map(is_, group.values(), known[0])):
@@ -568,7 +510,7 @@ def replay_dense_step(
                 continue
             rows = deferred.get(id(param))
             if rows is None:
-                last_steps.append((param, None, 0))  # a dense gradient, or the core declines
+                last_steps.append((param, None, 0, 0))  # a dense gradient, or the core declines
                 continue
             prepared = rows.prepare_replay(settings, param)
             if prepared is None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsestep._torch import (
+    METADATA,
     assume_constant_result,
     hook_averaged_models,
     is_exporting,
@@ -98,8 +99,8 @@ def recreated_from(optimizer_class: Any, params: Any, given: Mapping[str, Any]) 
     """The tracked optimizer that a constructor call creates again, or ``None``.
 
     Some frameworks do so before the first step: ``type(optimizer)(params, **options)``, with all
-    options of a param group, or with ``optimizer.defaults``. A call by hand leaves options out, has
-    values of its own, or sets ``semantics``, and gets what it asks for.
+    options of a param group, or with ``optimizer.defaults``. A call that omits or changes an
+    option, or passes ``semantics``, creates another optimizer.
     """
     if not _handles or not isinstance(params, list) or not all(map(torch.is_tensor, params)):
         return None
@@ -275,7 +276,7 @@ class Tracking:
         if hasattr(type(module), "rows_read"):
             reads = module.rows_read(*args, **kwargs)
         elif torch.compiler.is_compiling() and not is_exporting() and not module.sparse:
-            _keep_current(module)  # torch's own, whose rows are rarely behind
+            _keep_current(module)  # torch's own, whose rows are rarely deferred
             return
         else:
             reads = [(module.weight, args[0] if args else kwargs.get("input"))]
@@ -379,7 +380,7 @@ def _check_model(optimizer: Any, model: Any, known: set[int]) -> None:
         requirement = f"{who}: track needs a model, an nn.Module"
         raise InputError(message(requirement, type(model).__name__))
     if optimizer.semantics != "dense":
-        requirement = f"{who}: track needs semantics='dense': otherwise no row is ever behind"
+        requirement = f"{who}: track needs semantics='dense': otherwise no update is deferred"
         remedy = "Remove the call, or create the optimizer with semantics='dense'"
         raise InputError(message(requirement, f"semantics={optimizer.semantics!r}", remedy))
     if not any(id(param) in known for param in model.parameters()):
@@ -407,18 +408,9 @@ def _methods(*names: str) -> set[Any]:
     return {getattr(Tensor, name) for name in names if hasattr(Tensor, name)}
 
 
-def _getters(*names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names if hasattr(Tensor, name)}
-
-
 # Metadata: never reads the data.
 _METADATA = (
-    _getters("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn")
-    | _getters("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_xla")
-    | _getters("is_mps", "is_xpu", "is_hpu", "is_mkldnn", "is_sparse_csr", "is_ort", "is_vulkan")
-    | _getters("ndim", "itemsize", "nbytes", "names", "_version", "output_nr", "retains_grad")
-    | _getters("_base", "_grad", "_has_symbolic_sizes_strides")
-    | _getters("_backward_hooks", "_post_accumulate_grad_hooks")
+    {each.__get__ for each in METADATA.values()}
     | _methods("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset")
     | _methods("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_conj")
     | _methods("is_neg", "is_signed", "is_shared", "is_pinned", "is_set_to", "is_coalesced")
@@ -433,7 +425,7 @@ _METADATA = (
 )
 # Always views. Others may copy, and count as reads.
 _VIEWS = (
-    _getters("data", "T", "mT", "H", "mH")
+    {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH")}
     | _methods("detach", "view", "view_as", "t", "transpose", "permute", "unsqueeze", "squeeze")
     | _methods("as_subclass", "swapaxes", "swapdims", "movedim")
     | {torch.t, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.detach}

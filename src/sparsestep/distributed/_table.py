@@ -341,8 +341,8 @@ class TableGroup:
         # The lookups of this rank whose gradient may still come, and those that it has answered.
         self.pending: WeakValueDictionary[int, LookupHandle] = WeakValueDictionary()
         self.served: dict[int, ServedLookup] = {}
-        # How much a payload had after an exchange of each kind: the next one will be alike. A rank
-        # may be at another place in the program, but all know what the last exchange was.
+        # Payload sizes after an exchange of each kind: the next one will be alike. Ranks may run
+        # different code, but they agree on the kind of the last exchange.
         self._rooms: dict[tuple[int, ...], Room] = {}
         self._last: tuple[int, ...] = ()
         self._before: tuple[int, ...] = ()

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,10 +32,6 @@ MAX_MESSAGE_BYTES = 64 << 20
 # run out of memory, so ranks need not ask each other first whether they have any.
 _BUFFER_BYTES = 1 << 20
 _BUFFER_BYTES_PER_RANK = 64 << 10
-# With more ranks, a Python object for each message takes longer than the network.
-MAX_POSTED_RANKS = 16
-_POSTED = 2  # exchanges whose receives are posted
-_FIRST_TAG = 1 << 24
 
 # Status of a rank, and how the others describe it.
 _OK, _REJECTED, _MEMORY, _INTERRUPTED, _OTHER = range(5)
@@ -208,7 +201,7 @@ class Envelope:
         found = certain(lambda: torch.empty_like(rows))
         certain(lambda: pack([rows], size, -1, self._begins[0], self._sent))
         lengths = certain(lambda: [each.tolist() for each in self._sizes])
-        self._collectives.exchange_bytes(self._sent, self._received, *lengths, is_small=True)
+        self._collectives.exchange_bytes(self._sent, self._received, *lengths)
         received = Messages(self._received, self._begins[1], size, -1, [rows], size)
         certain(lambda: unpack(received, [found]))
         return found
@@ -230,63 +223,6 @@ class ScatteredRows(NamedTuple):
     max_count: int  # most rows that any rank has sent another
 
 
-class PostedReceives:
-    """Small messages that take one delay of the network instead of two.
-
-    Gloo sends a message when the receiver has said that it is ready. So receives are posted two
-    exchanges before: one earlier would not be enough for exchanges that follow each other at once.
-    """
-
-    def __init__(self, group: ProcessGroup, tag: int, size: int) -> None:
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._tag, self._rank = group, tag, rank
-        self._peers = [peer for peer in range(world_size) if peer != rank]
-        buffers = torch.empty(_POSTED, world_size, size, dtype=torch.uint8)
-        self._buffers = [list(each.unbind()) for each in buffers]
-        self.works: list[list[Any]] = [[] for _ in buffers]  # by turn
-        self.turn: int = 0  # of the next exchange
-        for turn in range(_POSTED):
-            self._post(turn)
-
-    def _post(self, turn: int) -> None:
-        """Post receives. If it fails, the exchange that needs them does, before it sends."""
-        works = self.works[turn]
-        works.clear()
-        with suppress(Exception):
-            for peer in self._peers:
-                works.append(self._group.recv([self._buffers[turn][peer]], peer, self._tag))
-
-    def exchange(
-        self,
-        outgoing: Tensor,
-        incoming: Tensor,
-        outgoing_sizes: list[int] | None,
-        incoming_sizes: list[int] | None,
-    ) -> None:
-        """Send bytes to all ranks, without sizes equally many, and no more than fit."""
-        turn, rank = self.turn, self._rank
-        sent = certain(lambda: self._split(outgoing, outgoing_sizes))
-        received = certain(lambda: self._split(incoming, incoming_sizes))
-        if len(self.works[turn]) < len(self._peers):
-            raise RuntimeError("torch.distributed could not receive a message")
-        works = [self._group.send([sent[peer]], peer, self._tag) for peer in self._peers]
-        certain(lambda: received[rank].copy_(sent[rank]))
-        for peer, work in zip(self._peers, self.works[turn], strict=True):
-            work.wait()
-            certain(partial(_copy_start, self._buffers[turn][peer], received[peer]))
-        for work in works:
-            work.wait()
-        self._post(turn)
-        self.turn = (turn + 1) % _POSTED
-
-    def _split(self, tensor: Tensor, sizes: list[int] | None) -> Sequence[Tensor]:
-        data = _as_bytes(tensor)
-        return data.split(len(data) // (len(self._peers) + 1) if sizes is None else sizes)
-
-
-_num_collectives: Counter[str] = Counter()  # by the name of their process group
-
-
 class Collectives:
     """The ranks of a process group; without one, this process alone."""
 
@@ -298,16 +234,6 @@ class Collectives:
         self.rank: int = 0 if group is None else dist.get_rank(group)
         self.world_size: int = 1 if group is None else dist.get_world_size(group)
         self._allocate_buffers()
-        self.posted: PostedReceives | None = self._post_receives()
-
-    def _post_receives(self) -> PostedReceives | None:
-        if self.group is None or not 1 < self.world_size <= MAX_POSTED_RANKS:
-            return None
-        # Several of these may share a group. All ranks make them in the same order.
-        name = str(self.group.group_name)
-        tag = _FIRST_TAG + _num_collectives[name]
-        _num_collectives[name] += 1
-        return PostedReceives(self.group, tag, len(self._outgoing) // self.world_size)
 
     def _allocate_buffers(self) -> None:
         size = max(_BUFFER_BYTES, _BUFFER_BYTES_PER_RANK * self.world_size)
@@ -330,8 +256,7 @@ class Collectives:
         if self.world_size == 1:
             return outgoing
         incoming = certain(lambda: torch.empty_like(outgoing))
-        row_bytes = outgoing.nbytes // self.world_size
-        self.exchange_bytes(outgoing, incoming, is_small=self._fits_buffers(row_bytes))
+        self.exchange_bytes(outgoing, incoming)
         return incoming
 
     def exchange_bytes(
@@ -340,22 +265,18 @@ class Collectives:
         incoming: Tensor,
         outgoing_sizes: list[int] | None = None,
         incoming_sizes: list[int] | None = None,
-        *,
-        is_small: bool = False,
     ) -> None:
-        """Send bytes to all ranks; without sizes, equally many.
-
-        ``is_small``, the same on all ranks, says that messages fit into buffers.
-        """
-        sizes = (incoming_sizes, outgoing_sizes)
+        """Send bytes to all ranks; without sizes, equally many."""
         try:
-            if is_small and self.posted is not None:
-                self.posted.exchange(outgoing, incoming, outgoing_sizes, incoming_sizes)
-            else:
-                dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group)
+            self._exchange_bytes(outgoing, incoming, outgoing_sizes, incoming_sizes)
         except BaseException:
             self.is_lost = True
             raise
+
+    def _exchange_bytes(
+        self, outgoing: Tensor, incoming: Tensor, sent: list[int] | None, received: list[int] | None
+    ) -> None:
+        dist.all_to_all_single(incoming, outgoing, received, sent, group=self.group)
 
     def check(self, error: BaseException | None, number: int = 0) -> list[int]:
         """The numbers of all ranks; raises on every rank if one has an error."""
@@ -417,7 +338,7 @@ class Collectives:
         status = status_of(caught.error)
         certain(lambda: sent.index_fill_(0, sent_ends - 1, status))
         sizes = certain(lambda: (sent_sizes.tolist(), received_sizes.tolist()))
-        self.exchange_bytes(sent, received, *sizes, is_small=True)
+        self.exchange_bytes(sent, received, *sizes)
         raise_failure(certain(lambda: received[received_ends - 1].tolist()), caught.error)
         return own, certain(lambda: received_ends - received_sizes)
 
@@ -545,27 +466,13 @@ class HostCollectives(Collectives):
         pairs = [(m, o) for _, o, m in received]
         self._received = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t()
 
-    def _post_receives(self) -> None:
-        """None: they would connect all ranks."""
-
-    def exchange_bytes(
-        self,
-        outgoing: Tensor,
-        incoming: Tensor,
-        outgoing_sizes: list[int] | None = None,
-        incoming_sizes: list[int] | None = None,
-        *,
-        is_small: bool = False,
+    def _exchange_bytes(
+        self, outgoing: Tensor, incoming: Tensor, sent: list[int] | None, received: list[int] | None
     ) -> None:
-        """See :class:`Collectives`."""
-        try:
-            given = certain(lambda: _as_bytes(outgoing))
-            found = certain(lambda: _as_bytes(incoming))
-            sizes = certain(lambda: self._sizes(given, outgoing_sizes, incoming_sizes))
-            self._exchange(given, found, sizes)
-        except BaseException:
-            self.is_lost = True
-            raise
+        given = certain(lambda: _as_bytes(outgoing))
+        found = certain(lambda: _as_bytes(incoming))
+        sizes = certain(lambda: self._sizes(given, sent, received))
+        self._exchange(given, found, sizes)
 
     def _sizes(
         self, outgoing: Tensor, sent: list[int] | None, received: list[int] | None
@@ -643,10 +550,6 @@ class HostCollectives(Collectives):
 def host_name() -> str:
     """The host as torchrun numbers it, or its name."""
     return os.environ.get("GROUP_RANK", "") + "@" + socket.gethostname()
-
-
-def _copy_start(buffer: Tensor, target: Tensor) -> None:
-    target.copy_(buffer[: len(target)])
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

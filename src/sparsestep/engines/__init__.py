@@ -144,7 +144,7 @@ def _native_obstacle(update: ParamUpdate, native: NativeEngine | None, instead: 
             remedy = "Use torch.where instead of if"
         return message(requirement, f"rule {rule.name!r}, where {why}", remedy)
     if not rule.has_native_kernel and rule.traceable_update is None:
-        requirement = "the native engine needs a rule that it can record"
+        requirement = "the native engine needs a rule that it can trace"
         return message(requirement, f"rule {rule.name!r} with compile", "Leave out compile")
     row_size = param[:1].numel() if param.dim() else 1
     if param.is_cpu and update.settings.constraint is not None and row_size > _MAX_KEPT:

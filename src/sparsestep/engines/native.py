@@ -6,7 +6,7 @@ checks indices before it writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,8 +43,7 @@ _MAX_LOWERED = 256
 class TracedGroup(NamedTuple):
     """A param group whose formula was traced for one step."""
 
-    settings: GroupSettings
-    step: int
+    settings: GroupSettings  # kept alive: traces are found by its id
     group: NativeGroup
     casts_to_float32: bool  # which rules out float64
 
@@ -56,9 +55,10 @@ class StepTraces:
         self._traced: dict[tuple[int, int], TracedGroup] = {}  # by id of the settings, and step
         self.errors: dict[int, str] = {}  # why a formula cannot be traced, by id of its settings
 
-    def adopt(self, traced: Iterable[TracedGroup]) -> None:
-        """Adopt traces of this step: a formula is called once per step."""
-        self._traced.update({(id(each.settings), each.step): each for each in traced})
+    def clear(self) -> None:
+        """Begin the next step."""
+        self._traced.clear()
+        self.errors.clear()
 
     def native_group(
         self, settings: GroupSettings, step: int, *, in_double: bool
@@ -105,7 +105,7 @@ class StepTraces:
 
 
 def _next_step(
-    params: Sequence[Tensor], state: Mapping[Tensor, Any], grads: Sequence[Any] | None = None
+    params: Sequence[Tensor], state: Mapping[Tensor, Any], grads: Sequence[Any] | None
 ) -> int | None:
     """The number of the next update of the first parameter with a gradient; ``None`` if unknown."""
     for index, param in enumerate(params):
@@ -118,22 +118,6 @@ def _next_step(
             return None
         return int(taken) + 1
     return None
-
-
-def _retrace(
-    values: tuple[Any, ...],
-    settings: GroupSettings,
-    group: dict[str, Any],
-    state: Mapping[Tensor, Any],
-) -> TracedGroup | None:
-    """Trace a group that had these values when it was read; ``None`` if it must be read again."""
-    if len(values) != len(group) or not all(map(is_, group.values(), values)):
-        return None
-    step = _next_step(group["params"], state)
-    try:
-        return _trace_group(settings, step) if step else None
-    except Exception:  # planning the step raises it again
-        return None
 
 
 def _trace_group(settings: GroupSettings, step: int) -> TracedGroup:
@@ -151,7 +135,7 @@ def _trace_group(settings: GroupSettings, step: int) -> TracedGroup:
         settings.stochastic_rounding,
         settings.constraint,
     )
-    return TracedGroup(settings, step, group, program.casts_to_float32)
+    return TracedGroup(settings, group, program.casts_to_float32)
 
 
 def _lower_cached(program: Program) -> NativeProgram:
@@ -321,7 +305,7 @@ class CachedPlan(NamedTuple):
     cached_groups: list[CachedGroup]
     settings: list[GroupSettings]
     traced: list[tuple[int, GroupSettings]]  # groups whose formula is traced in every step
-    unused_traces: list[TracedGroup]  # of a step that could not be replayed after all
+    traces: StepTraces  # which a step that is planned after all takes over
 
 
 def replay_step(
@@ -338,22 +322,22 @@ def replay_step(
     false, and nothing has changed, if the core declines: options or kinds of gradients differ.
     """
     assert ext is not None
-    cached_groups, _, traced, unused_traces = cached
+    cached_groups, _, traced, traces = cached
     if traced and len(groups) != len(cached_groups):
         return False
     for index, settings in traced:
         values, _, masked = cached_groups[index]
-        found = _retrace(values, settings, groups[index], state)
-        if found is None:
+        group = groups[index]
+        if len(values) != len(group) or not all(map(is_, group.values(), values)):
             return False
-        unused_traces.append(found)
-        if found.casts_to_float32:
+        native = traces.standard_group(settings, group["params"], state, None)
+        if native is None:
             return False
-        cached_groups[index] = (values, found.group, masked)
+        cached_groups[index] = (values, native, masked)
     threads = torch.get_num_threads()
     is_done = ext.replay_step(
         isa.index, groups, cached_groups, state, addresses, threads, grads, first
     )
     if is_done and traced:
-        unused_traces.clear()
+        traces.clear()
     return is_done

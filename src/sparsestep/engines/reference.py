@@ -126,8 +126,9 @@ def compute(update: ParamUpdate) -> ReferenceResult:
         grad = -grad
     kept = None
     if packed is not None and slots is not None:
-        inside = torch.arange(packed.shape.numel() // indexed.num_slots)
-        kept = packed.locate(slots[:, None] * len(inside) + inside)
+        per_slot = packed.shape.numel() // indexed.num_slots
+        inside = torch.arange(per_slot, device=slots.device)
+        kept = packed.locate(slots[:, None] * per_slot + inside)
     old = []
     for index, tensor in enumerate(tensors):
         if kept is not None and _is_packed(update, index):

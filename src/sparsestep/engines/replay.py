@@ -195,10 +195,7 @@ class Replay:
         return buffer.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
     def run(self, environments: Sequence[list[Any]]) -> None:
-        """Replay in each environment; completes even if memory runs out (see ``finish``).
-
-        An operation either raises before it writes, or completes. One that raises is repeated.
-        """
+        """Replay in each environment; an operation that raises, before it writes, is repeated."""
         finish_steps(environments, self._steps)
 
 

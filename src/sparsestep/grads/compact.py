@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import re
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from sparsestep._native import ext
 from sparsestep._torch import (
+    METADATA,
     cat,
     coo_indices,
     coo_values,
@@ -54,13 +54,8 @@ _IN_PLACE = re.compile(r"(__i(add|sub|mul|truediv|floordiv|mod|pow)__|[a-z_0-9]*
 _OP_TYPES = (type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add))
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
-# Attributes that depend on the values; all others are metadata.
-_DATA_ATTRIBUTES = {"data", "real", "imag", "T", "H", "mT", "mH", "layout", "is_sparse"}
-_METADATA = [
-    attribute
-    for name, attribute in vars(Tensor.__mro__[1]).items()
-    if isinstance(attribute, types.GetSetDescriptorType) and name not in _DATA_ATTRIBUTES
-]
+# Without those that CompactGrad overrides.
+_METADATA = [each for name, each in METADATA.items() if name not in ("layout", "is_sparse")]
 # Methods that read metadata only, or have a handler.
 _METHODS = """
     size dim ndimension numel nelement element_size get_device __len__ __format__ is_floating_point
@@ -427,10 +422,7 @@ def _add_(first: Any, second: Any, *, alpha: Any = 1) -> Any:
 
 
 def norm_equivalent(grad: Tensor, order: float) -> Tensor:
-    """Return a strided tensor whose norm equals that of a strided, COO or compact gradient.
-
-    Duplicates are summed, in at least float32.
-    """
+    """Return a strided tensor with a gradient's norm: duplicates summed, in at least float32."""
     if isinstance(grad, CompactGrad) and grad.is_materialized:
         grad = grad.materialize_()
     if not grad.is_sparse:

@@ -89,8 +89,7 @@ def _segment_sum(rows: Tensor, starts: Tensor) -> Tensor:
         total, at = rows[starts[:-1]], starts[:-1] + 1
         for _ in range(1, int(starts.diff().max())):
             more = at < starts[1:]
-            row = rows[torch.where(more, at, 0)]
-            total = torch.where(more[:, None], total + row, total)
+            total = torch.where(more[:, None], total + rows[torch.where(more, at, 0)], total)
             at = at + 1
         return total
 
@@ -102,10 +101,7 @@ def _gather_rows(grad: IndexedGrad, entries: Tensor) -> Tensor:
 
 
 def sum_duplicates(grad: IndexedGrad) -> tuple[Tensor | None, Tensor]:
-    """Return the unique slots in ascending order and the sum of the values of each.
-
-    Without indices, every slot comes once: ``None``, and the values.
-    """
+    """Return the unique slots, ascending, and the sum of each; ``None`` for every slot once."""
     if grad.indices is None:
         return None, grad.values.reshape(grad.num_slots, grad.slot_size)
     indices = grad.flat_indices

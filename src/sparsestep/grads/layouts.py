@@ -408,8 +408,7 @@ def _without_indices(
 ) -> IndexedGrad:
     for name, tensor in (("value_index", value_index), ("scale", scale)):
         if tensor is not None:
-            requirement = f"{name} must be None if indices is None"
-            raise InputError(message(requirement, "a tensor"))
+            raise InputError(message(f"{name} must be None if indices is None", "a tensor"))
     if values.shape != param.shape:
         requirement = f"without indices the values must have shape {tuple(param.shape)}"
         raise InputError(message(requirement, tuple(values.shape)))
@@ -458,8 +457,7 @@ def _num_value_rows(
 
 def _scale_field(scale: Tensor, values: Tensor, entries: int) -> Tensor:
     if scale.numel() != entries:
-        requirement = f"{entries} indices need as many entries in scale"
-        raise InputError(message(requirement, scale.numel()))
+        raise InputError(message(f"{entries} indices need as many entries in scale", scale.numel()))
     if scale.dtype not in FLOAT_DTYPES:
         requirement = "the scale of an IndexedGrad must be of a float dtype"
         raise InputError(message(requirement, scale.dtype))

@@ -179,6 +179,7 @@ class MaskSelection:
         self.shape = shape  # of the parameter that it was checked against
         # The selection as the native core reads it.
         self.native: SelectedSlots | PackedMask = (torch.empty(0).long(), 0, shape)
+        self._rows: tuple[object, Tensor] = (None, torch.empty(0).long())
 
     def refresh(self, *, packs: bool = False) -> MaskSelection:
         """Read the mask if it has changed. Inference tensors have no version: always.
@@ -200,6 +201,15 @@ class MaskSelection:
     def packed(self) -> PackedMask | None:
         """The layout of the state, if that is packed."""
         return self.native if isinstance(self.native, PackedMask) else None
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows with a selected element, in ascending order."""
+        native, (known, rows) = self.native, self._rows
+        if known is not native:
+            rows = self.mask.flatten(1).any(1).nonzero().squeeze(1)
+            self._rows = native, rows
+        return rows
 
     @property
     def indices(self) -> Tensor:
@@ -242,7 +252,7 @@ def apply_mask(
     """
     if by_row and grad.indices is None and selection.mask.dim() > 1 and numel:
         elements = selection.mask.flatten(1)
-        rows = elements.any(1).nonzero().squeeze(1)
+        rows = selection.rows
         values, (num_rows, size) = grad.values.reshape(elements.shape), elements.shape
         return IndexedGrad(rows, values, num_rows, size, value_index=rows, element_mask=elements)
     mask = selection.mask.reshape(-1)

@@ -189,10 +189,7 @@ def libc() -> ctypes.CDLL:
 
 
 def populate(memory: mmap.mmap, begin: int, size: int) -> int:
-    """Make pages writable; returns an errno where a write would end the process with ``SIGBUS``.
-
-    Returns 0 if they are writable, or if the system has no such call.
-    """
+    """Make pages writable; returns an errno if a write would end in ``SIGBUS``, else 0."""
     if sys.platform != "linux":
         return 0
     try:
@@ -291,10 +288,7 @@ def extents(descriptor: int) -> Iterator[tuple[int, int]]:
 
 
 def copy_sparse(source: int, target: int) -> int:
-    """Copy a file into an empty one; pages of zeros become holes. Reserves the blocks first.
-
-    Returns its checksum.
-    """
+    """Copy a file into an empty one, with holes for pages of zeros; returns its checksum."""
     os.ftruncate(target, os.fstat(source).st_size)
     for begin, end in extents(source):
         reserve(target, begin, end - begin)

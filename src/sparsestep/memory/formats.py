@@ -286,8 +286,7 @@ def read_header(path: str, descriptor: int) -> FileHeader:
     size = os.fstat(descriptor).st_size
     if not page.startswith(_MAGIC):
         requirement = f"{path} must be a file that mapped() has created, or not exist yet"
-        got = f"another of {size:,} bytes"
-        raise InputError(message(requirement, got, "Choose another path"))
+        raise InputError(message(requirement, f"another of {size:,} bytes", "Choose another path"))
     try:
         version, text, *_ = page.removeprefix(_MAGIC).split(b"\n", 2)
         check_version(path, version, _VERSION)
@@ -335,8 +334,7 @@ def check_header(
         creator = "the optimizer that it was created with"
         requirement = f"{path} must be opened with {creator}, or without"
         got = f"one with state {_listed(state)}, where a row has room for {_listed(found.state)}"
-        remedy = "To change it, copy the table to a new file"
-        raise InputError(message(requirement, got, remedy))
+        raise InputError(message(requirement, got, "To change it, copy the table to a new file"))
 
 
 def _listed(state: Mapping[str, RowField]) -> str:

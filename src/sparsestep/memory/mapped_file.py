@@ -523,10 +523,7 @@ def _clear(file: MappedFile, name: str) -> None:
 
 @contextmanager
 def postponed_clearing(params: Iterable[Tensor]) -> Iterator[None]:
-    """Postpone the zeroing of state in the rows of these parameters' files.
-
-    It is zeroed at the end, unless all bytes of the file have been replaced.
-    """
+    """Zero state in the rows of these files at the end, unless all of the file was replaced."""
     found = {file for param in params if (file := _table_file(param)) is not None}
     for file in found:
         file.to_clear = set()
@@ -588,10 +585,7 @@ def store_in_rows(state: dict[str, Any]) -> None:
 
 
 def copy_rows(source: Tensor, target: Tensor, room_in: MappedFile | None = None) -> None:
-    """Copy a tensor to the first rows of zeros in a file; rows of zeros take no disk space.
-
-    The rows are reserved in ``room_in``, too.
-    """
+    """Copy a tensor to the first rows of zeros in a file; reserves them in ``room_in``, too."""
     file = file_of(target)
     assert file is not None
     step = max(1, _CHUNK_BYTES // file.rows.row_bytes)

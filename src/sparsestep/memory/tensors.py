@@ -35,10 +35,7 @@ def is_distributed(tensor: object) -> TypeGuard[DTensor]:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return a tensor itself, the local part of a DTensor, or a subclass as a plain tensor.
-
-    ``check_writable`` checks whether it has memory.
-    """
+    """Return a tensor itself, the local part of a DTensor, or a subclass as a plain tensor."""
     if type(tensor) is Parameter or type(tensor) is Tensor:
         return tensor
     if not is_distributed(tensor):

@@ -20,8 +20,7 @@ from sparsestep.optim.functional import (
     signature_from,
 )
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules import options as checks
-from sparsestep.rules.options import Betas, BiasCorrectionMode, SharedOptions
+from sparsestep.rules.options import Betas, BiasCorrectionMode, SharedOptions, format_value
 from sparsestep.rules.rule import Rule
 
 
@@ -87,9 +86,7 @@ class AdamW(RuleOptimizer, Optimizer):
     ) -> None:
         if decoupled_weight_decay is not True:
             requirement = "AdamW: decoupled_weight_decay must be True"
-            raise InputError(
-                message(requirement, checks.format_value(decoupled_weight_decay), "Use Adam")
-            )
+            raise InputError(message(requirement, format_value(decoupled_weight_decay), "Use Adam"))
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:

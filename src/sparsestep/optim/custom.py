@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from sparsestep.errors import InputError, message
 from sparsestep.grads.masks import Masks
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules.options import GROUP_DEFAULTS, EngineName, Semantics
+from sparsestep.rules.options import GROUP_DEFAULTS, OPTIMIZER_OPTIONS, EngineName, Semantics
 from sparsestep.rules.rule import Rule, StateSpec
 
 Formula = Callable[..., Any]
@@ -161,13 +161,8 @@ def rule(
 # Checks when a function is decorated
 
 # Names that mean something to every optimizer, as keys of a param group or of the state.
-_RESERVED = frozenset(
-    {
-        *GROUP_DEFAULTS,
-        *("params", "param_names", "engine", "rounding_seed", "semantics"),
-        *("capturable", "differentiable", "fused"),
-    }
-)
+_RESERVED = {"params", "param_names", "capturable", "differentiable", "fused"}
+_RESERVED |= GROUP_DEFAULTS.keys() | OPTIMIZER_OPTIONS.keys()
 
 
 def _state_specs(argument: str, given: Any, per_row: bool = False) -> list[StateSpec]:
@@ -258,8 +253,7 @@ def _check_result(name: str, value: Any, like: Tensor) -> Any:
         return value
     if value.layout is not torch.strided or value.is_complex() or value.device != like.device:
         requirement = f"rule {name!r} must return real strided tensors on {like.device}"
-        got = f"{value.layout} of {value.dtype} on {value.device}"
-        raise InputError(message(requirement, got))
+        raise InputError(message(requirement, f"{value.layout} of {value.dtype} on {value.device}"))
     return value.to(like.dtype)
 
 

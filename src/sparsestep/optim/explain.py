@@ -260,5 +260,4 @@ def _count_distinct(indices: Tensor, rows: int) -> int:
     if ext is None or not indices.is_cpu:
         return int(indices.unique().numel())
     indices = indices.long().contiguous()
-    found = ext.unique(indices, rows, torch.empty_like(indices), torch.empty_like(indices))
-    return max(found, 0)
+    return max(ext.unique(indices, rows, torch.empty_like(indices), torch.empty_like(indices)), 0)

@@ -240,8 +240,7 @@ def apply_(
     settings = GroupSettings(
         rule, hyperparams, sign, l2, shrink, None, seed, seed is not None, lambda _: who
     )
-    if mapped_files:
-        reserve_checked(param, tensors, gradient)
+    reserve_checked(param, tensors, gradient)
     written, gradient = engine_views(param.detach(), tensors, gradient)
     update = ParamUpdate(settings, {}, 0, owner, param, grad, gradient)
     update.targets, update.step, update.seed = written, checked_step, seed
@@ -249,8 +248,7 @@ def apply_(
     tensors = [tensor for tensor in (owner, *state) if tensor is not None]
     if tensors:
         increment_version(tensors)  # they are the caller's own, who may have autograd watch them
-    if mapped_files:
-        note_written([owner])
+    note_written([owner])
     group = settings.core.get("group")
     if key is not None and group is not None and all(map(is_immutable, given)):
         if len(_cached_groups) >= _MAX_CACHED:

@@ -19,9 +19,8 @@ from sparsestep.optim.functional import (
     signature_from,
 )
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules import options
 from sparsestep.rules.idle import SignDrift
-from sparsestep.rules.options import Betas, SharedOptions
+from sparsestep.rules.options import NO_OP_VALUES, Betas, SharedOptions
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -80,7 +79,7 @@ class Lion(RuleOptimizer, Optimizer):
     rule = RULE
     always_decoupled = True
     no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **options.NO_OP_VALUES,
+        **NO_OP_VALUES,
         "decoupled_weight_decay": (True,),
     }
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from sparsestep.engines.base import GroupSettings
 from sparsestep.engines.torch_fused import DenseBatch
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.optim.param_groups import ParamGroup, ParamGroups
-from sparsestep.rules.rule import Rule
+from sparsestep.optim.param_groups import ParamGroup
+
+
+def _by_group(name: str) -> Any:
+    """A method that the optimizer of the param group's class has."""
+
+    def call(self: MixedOptimizer, group: dict[str, Any], *args: Any) -> Any:
+        return getattr(self.optimizer_of(group), name)(group, *args)
+
+    return call
 
 
 class MixedOptimizer(RuleOptimizer, Optimizer):
@@ -39,10 +45,6 @@ class MixedOptimizer(RuleOptimizer, Optimizer):
         for each in optimizers:
             each.param_groups.clear()
         self.defaults = optimizers[0].defaults
-
-    def _init_members(self) -> None:
-        super()._init_members()
-        self.groups = _MixedGroups()
 
     def optimizer_of(self, group: Mapping[str, Any]) -> RuleOptimizer:
         """Return the optimizer whose class a param group has."""
@@ -73,61 +75,22 @@ class MixedOptimizer(RuleOptimizer, Optimizer):
         names = ((*each.option_names, *each.group_options) for each in self.optimizers.values())
         return tuple(dict.fromkeys(name for each in names for name in each))
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Refuse a param group with an unknown, missing or invalid option."""
-        self.optimizer_of(group).check_group(group)
-
     def check_params(self, group_index: int, group: ParamGroup) -> None:
         """Refuse parameters that the optimizer cannot work with."""
         self.optimizer_of(group).check_params(group_index, group)
-
-    def check_values(self, group: dict[str, Any]) -> None:  # type: ignore[override]
-        """Refuse options of the wrong kind, out of range, or in a wrong combination."""
-        self.optimizer_of(group).check_values(group)
-
-    def rule_for(self, group: dict[str, Any]) -> Rule:  # type: ignore[override]
-        """Return the rule that a param group's options select."""
-        return self.optimizer_of(group).rule_for(group)
-
-    def elementwise_rule_for(self, group: dict[str, Any]) -> Rule | None:  # type: ignore[override]
-        """Return the rule of parameters with dense gradients, if the group selects another."""
-        return self.optimizer_of(group).elementwise_rule_for(group)
-
-    def stored_rules_for(  # type: ignore[override]
-        self, group: dict[str, Any], param: Tensor | None = None
-    ) -> tuple[Rule, Rule | None]:
-        """Return both rules of a group with their state as stored, for example in int8."""
-        return self.optimizer_of(group).stored_rules_for(group, param)
-
-    def stored_rule_for(  # type: ignore[override]
-        self,
-        group: dict[str, Any],
-        param: Tensor | None = None,
-        param_state: Mapping[str, Any] | None = None,
-    ) -> Rule:
-        """Return the rule of a group, or of a parameter with this state."""
-        return self.optimizer_of(group).stored_rule_for(group, param, param_state)
-
-    def supports_torch_kernel(self, group: dict[str, Any]) -> bool:  # type: ignore[override]
-        """Whether torch's kernel supports the group's options."""
-        return self.optimizer_of(group).supports_torch_kernel(group)
 
     def torch_kernel(self, batch: DenseBatch, /) -> None:  # type: ignore[override]
         """Run torch's own kernel on dense gradients."""
         self.optimizer_of(batch.group).torch_kernel(batch)
 
-    def can_materialize_state(self, group: dict[str, Any]) -> bool:  # type: ignore[override]
-        """Whether zero-initialized state gives the same first step as missing state."""
-        return self.optimizer_of(group).can_materialize_state(group)
+    can_materialize_state: Any = _by_group("can_materialize_state")
+    check_group: Any = _by_group("check_group")
+    check_values: Any = _by_group("check_values")
+    elementwise_rule_for: Any = _by_group("elementwise_rule_for")
+    rule_for: Any = _by_group("rule_for")
+    stored_rule_for: Any = _by_group("stored_rule_for")
+    stored_rules_for: Any = _by_group("stored_rules_for")
+    supports_torch_kernel: Any = _by_group("supports_torch_kernel")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "optimizers": self.optimizers}
-
-
-class _MixedGroups(ParamGroups):
-    """Param groups that are read as the optimizer of their class reads them."""
-
-    @staticmethod
-    def read(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> GroupSettings:
-        assert isinstance(optimizer, MixedOptimizer)
-        return ParamGroups.read(optimizer.optimizer_of(group), group_index, group)

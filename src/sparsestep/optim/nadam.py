@@ -84,8 +84,7 @@ def update(
 
 
 def _idle_step_size(step: int, hyperparams: Mapping[str, Any]) -> tuple[float, float]:
-    names = ("lr", "betas", "momentum_decay")
-    return step_sizes(step, *(hyperparams[name] for name in names))[1:]
+    return step_sizes(step, *(hyperparams[name] for name in ("lr", "betas", "momentum_decay")))[1:]
 
 
 _IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, size=_idle_step_size)
@@ -164,8 +163,7 @@ class NAdam(RuleOptimizer, Optimizer):
     def torch_kernel(batch: DenseBatch) -> None:
         """Let torch's own kernel do the step of dense gradients."""
         products = [_torch_product(batch.group, step) for step in batch.steps]
-        batch = replace(batch, state={**batch.state, "mu_product": products})
-        _torch_kernel(batch)
+        _torch_kernel(replace(batch, state={**batch.state, "mu_product": products}))
 
     def state_dict(self, *, packed: bool = False) -> StateDict:
         """Like torch's, with ``mu_product``. All rows are brought up to date first."""
@@ -209,8 +207,7 @@ def nadam_(
         tensor([ 0.0000, -0.5282,  0.0000])
     """
     hyperparams = {"lr": lr, "betas": betas, "eps": eps, "momentum_decay": momentum_decay}
-    state = [exp_avg, exp_avg_sq]
-    apply_("nadam_", RULE, param, grad, state, step, hyperparams, **shared)
+    apply_("nadam_", RULE, param, grad, [exp_avg, exp_avg_sq], step, hyperparams, **shared)
 
 
 class FunctionalNAdam(FunctionalOptimizer, optimizer=NAdam):

@@ -59,7 +59,6 @@ from sparsestep.optim.step import Step, StepInBackward, reserve_rows
 from sparsestep.rules import options
 from sparsestep.rules.derived_idle import derive_idle_update
 from sparsestep.rules.int8 import with_int8_state
-from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
 
 # At run time this is ``object``; every public class lists ``Optimizer`` itself. class_resolver (of
@@ -119,14 +118,7 @@ class RuleOptimizer(_Base):
 
     rule: ClassVar[Rule]
     """The rule, unless options select one: then override ``rule_for``."""
-    group_options: ClassVar[tuple[str, ...]] = (
-        "mask",
-        "state_dtype",
-        "max_norm",
-        "normalize",
-        "stochastic_rounding",
-        "rounding_seed",
-    )
+    group_options: ClassVar[tuple[str, ...]] = options.SHARED_GROUP_OPTIONS
     """Optional param-group keys; absent unless set, so checkpoints have exactly torch's keys."""
     no_op_values: ClassVar[Mapping[str, tuple[Any, ...]]] = options.NO_OP_VALUES
     """Options of other optimizers, with the values that have no effect."""
@@ -168,8 +160,7 @@ class RuleOptimizer(_Base):
         with error_prefix(type(self).__name__):
             engines.check_engine(engine)
             if semantics not in ("masked", "dense"):
-                requirement = "semantics must be one of masked, dense"
-                raise InputError(message(requirement, repr(semantics)))
+                raise InputError(message("semantics must be one of masked, dense", repr(semantics)))
             self.check_values({**defaults, **extras})
         defaults = {**defaults, **options.non_default(extras)}
         self.option_names = tuple(defaults)
@@ -268,8 +259,11 @@ class RuleOptimizer(_Base):
                 found: dict[str, Any] = group
                 return found
         requirement = "the parameter must be one of this optimizer's"
-        got = states.describe_other(param)
-        raise InputError(message(requirement, got))
+        raise InputError(message(requirement, states.describe_other(param)))
+
+    def optimizer_of(self, group: Mapping[str, Any]) -> RuleOptimizer:
+        """Return the optimizer whose class a param group has; this one, unless it is mixed."""
+        return self
 
     def settings(self, group_index: int) -> GroupSettings:
         """Return the validated options of a param group, as engines see them."""
@@ -318,10 +312,7 @@ class RuleOptimizer(_Base):
         param: Tensor | None = None,
         param_state: Mapping[str, Any] | None = None,
     ) -> Rule:
-        """Return the rule of a group, or of a parameter with this state, as ``stored_rules_for``.
-
-        Without a state, a parameter has the rule of sparse gradients.
-        """
+        """Return the rule of a group, or of a parameter with this state, as it is stored."""
         rule, elementwise = cls.stored_rules_for(group, param)
         if elementwise is None or param is None or not param_state:
             return rule
@@ -349,7 +340,7 @@ class RuleOptimizer(_Base):
             and not options.get_option(group, "stochastic_rounding")
             and options.get_option(group, "state_dtype") is not torch.int8
             and options.get_option(group, "bias_correction") == "global"
-            and RowConstraint.of_group(group) is None
+            and options.RowConstraint.of_group(group) is None
             and (
                 "decoupled_weight_decay" not in cls.group_options
                 or not options.get_option(group, "decoupled_weight_decay")
@@ -477,7 +468,7 @@ class RuleOptimizer(_Base):
 
     def _planned(self) -> Step:
         cached_plan, self._cached_plan = self._cached_plan, None
-        plan = Step(self, cached_plan.unused_traces if cached_plan is not None else ())
+        plan = Step(self, None if cached_plan is None else cached_plan.traces)
         with profiler_range("sparsestep: plan"):
             for group_index, group in enumerate(self.param_groups):
                 plan.add_group(group_index, group)
@@ -676,8 +667,8 @@ class RuleOptimizer(_Base):
 
     def _complete_on_demand(self) -> None:
         """Have torch's checkpoints find state for every parameter."""
-        if not isinstance(self.state, states.Records):
-            self.state = states.Records(self.state, self.complete_state)
+        if not isinstance(self.state, states.OptimizerState):
+            self.state = states.OptimizerState(self.state, self.complete_state)
 
     def complete_state(self) -> None:
         """Create missing state of parameters that require a gradient, for a checkpoint."""
@@ -999,11 +990,7 @@ class RuleOptimizer(_Base):
             writes.add(tensor, rows, found.contiguous())
 
     def prepare_grow(self, param: Tensor, rows: int, keep: int) -> Callable[[], None]:
-        """Create the state of a parameter for more rows, of which the first ``keep`` keep theirs.
-
-        Returns:
-            The commit, to be called once the parameter has grown. It cannot fail.
-        """
+        """Create state for more rows; the first ``keep`` keep theirs. The result commits."""
         group = self.group_of(param)
         if _mask_of(group, param) is not None:
             requirement = (
@@ -1078,8 +1065,8 @@ class RuleOptimizer(_Base):
                 shape = tuple(memory_of(param).shape if is_lazy(param) else param.shape)
                 size = state_bytes(self.state.get(param))
                 deferred = self._deferred_rows(param)
-                behind = 0 if deferred is None else deferred.num_deferred()
-                found.append(ParamExplanation(name, shape, engine, reason, size, behind))
+                rows = 0 if deferred is None else deferred.num_deferred()
+                found.append(ParamExplanation(name, shape, engine, reason, size, rows))
         return Explanation(tuple(found))
 
     def metrics(self) -> dict[str, int]:
@@ -1290,8 +1277,7 @@ def _reset_rows(
 def check_model_and_optimizer(who: str, model: Any, optimizer: Any) -> None:
     """Refuse anything but a model and an optimizer of this package."""
     if not isinstance(model, nn.Module):
-        requirement = f"{who}: the model must be an nn.Module"
-        raise InputError(message(requirement, type(model).__name__))
+        raise InputError(message(f"{who}: the model must be an nn.Module", type(model).__name__))
     if not isinstance(optimizer, RuleOptimizer):
         requirement = f"{who}: the optimizer must be one of sparsestep"
         kind = type(optimizer)

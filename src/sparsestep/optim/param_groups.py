@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from sparsestep.engines.base import GroupSettings
-from sparsestep.engines.native import CachedPlan, native_group
+from sparsestep.engines.native import CachedPlan, StepTraces, native_group
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
 from sparsestep.optim.state import packs_by
 from sparsestep.rules import options
 from sparsestep.rules.derived_idle import unsupported_message
-from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class ParamGroups:
 
     def cached_plan(self, count: int) -> CachedPlan | None:
         """The plan of a step of the first ``count`` groups; ``None`` if it cannot be replayed."""
-        plan = CachedPlan([], [], [], [])
+        plan = CachedPlan([], [], [], StepTraces())
         for group_index in range(count):
             if group_index not in self._settings:
                 return None
@@ -94,14 +93,11 @@ class ParamGroups:
         return plan
 
     def updated_plan(self, optimizer: RuleOptimizer, plan: CachedPlan) -> CachedPlan | None:
-        """The plan under the present learning rates; ``None`` if any other option has changed.
-
-        A scheduler sets them, often before every step.
-        """
+        """The plan under the present learning rates; ``None`` if any other option has changed."""
         groups = optimizer.param_groups
         if plan.traced or len(groups) != len(plan.cached_groups):
             return None
-        updated = CachedPlan(list(plan.cached_groups), list(plan.settings), [], [])
+        updated = CachedPlan(list(plan.cached_groups), list(plan.settings), [], StepTraces())
         for index, (group, known) in enumerate(zip(groups, plan.cached_groups, strict=True)):
             values = tuple(group.values())
             same = [*map(is_, values, known[0])]
@@ -121,6 +117,7 @@ class ParamGroups:
     @staticmethod
     def read(optimizer: RuleOptimizer, group_index: int, group: ParamGroup) -> GroupSettings:
         """Read a group without the cache; raises if its formula, kernel or semantics refuse it."""
+        optimizer = optimizer.optimizer_of(group)
         optimizer.check_group(group)
         rule, elementwise = optimizer.stored_rules_for(group)
         settings = _read_settings(optimizer, group_index, group, rule)
@@ -198,7 +195,7 @@ def _read_settings(
         partial(describe_param, type(optimizer).__name__, group, group_index),
         has_torch_kernel,
         has_torch_kernel and bool(options.torch_kernel_choice(group)),
-        constraint=RowConstraint.of_group(group),
+        constraint=options.RowConstraint.of_group(group),
     )
     if options.get_option(group, "state_dtype") is torch.int8:
         seed = settings.seed if settings.stochastic_rounding else None
@@ -267,8 +264,7 @@ def _check_dense_semantics(rule: Rule, group: ParamGroup, *, coupled: bool, left
         raise InputError(message(requirement, "state_dtype=torch.int8"))
     for name in ("stochastic_rounding", "differentiable"):
         if group.get(name):
-            requirement = f"semantics='dense' does not support {name}"
-            raise InputError(message(requirement, f"{name}=True"))
+            raise InputError(message(f"semantics='dense' does not support {name}", f"{name}=True"))
 
 
 # A mask belongs to the rows of a rank; the others select torch's kernels.

@@ -156,8 +156,7 @@ def radam_(
         [-0.5, -2.0]
     """
     hyperparams = {"lr": lr, "betas": betas, "eps": eps}
-    state = [exp_avg, exp_avg_sq]
-    apply_("radam_", RULE, param, grad, state, step, hyperparams, **shared)
+    apply_("radam_", RULE, param, grad, [exp_avg, exp_avg_sq], step, hyperparams, **shared)
 
 
 class FunctionalRAdam(FunctionalOptimizer, optimizer=RAdam):

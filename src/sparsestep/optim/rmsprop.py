@@ -15,9 +15,8 @@ from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer, kernel_of
-from sparsestep.rules import options as checks
 from sparsestep.rules.idle import GeometricDrift, IdleUpdate, NoDrift
-from sparsestep.rules.options import SharedOptions
+from sparsestep.rules.options import SharedOptions, check_options
 from sparsestep.rules.rule import Rule, StateSpec
 
 _SQUARE = StateSpec("square_avg", int8_format="unsigned")
@@ -170,7 +169,7 @@ def rmsprop_(
     state = [t for t in (square_avg, momentum_buffer, grad_avg) if t is not None]
     if momentum_buffer is None:
         with error_prefix("rmsprop_"):
-            checks.check_options({"momentum": momentum})
+            check_options({"momentum": momentum})
             if momentum:
                 requirement = "momentum needs a momentum_buffer"
                 raise InputError(message(requirement, "None", "Pass a tensor of zeros"))

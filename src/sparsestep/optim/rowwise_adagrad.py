@@ -123,8 +123,7 @@ def rowwise_adagrad_(
         >>> weight[1], total
         (tensor([-0.1000, -0.7000]), tensor([ 0., 25.]))
     """
-    hyperparams = {"lr": lr, "eps": eps}
-    apply_("rowwise_adagrad_", RULE, param, grad, [sum], step, hyperparams, **shared)
+    apply_("rowwise_adagrad_", RULE, param, grad, [sum], step, {"lr": lr, "eps": eps}, **shared)
 
 
 class FunctionalRowwiseAdagrad(FunctionalOptimizer, optimizer=RowwiseAdagrad):

@@ -16,9 +16,8 @@ from sparsestep.grads.layouts import Gradient
 from sparsestep.optim._signatures import document_args, passes_options
 from sparsestep.optim.functional import DecayOptions, FunctionalOptimizer, apply_, signature_from
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules import options as checks
 from sparsestep.rules.idle import GeometricDrift, NoDrift
-from sparsestep.rules.options import SharedOptions
+from sparsestep.rules.options import SharedOptions, check_options
 from sparsestep.rules.rule import Rule, StateSpec
 
 
@@ -191,7 +190,7 @@ def sgd_(
     of_momentum = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
     if nesterov is not False or momentum_buffer is None:
         with error_prefix("sgd_"):
-            checks.check_options(of_momentum)
+            check_options(of_momentum)
             SGD.check_options(of_momentum)
     if momentum_buffer is None and momentum:
         requirement = "sgd_: momentum needs a momentum_buffer"

@@ -22,9 +22,8 @@ from sparsestep.optim.functional import (
     signature_from,
 )
 from sparsestep.optim.optimizer import RuleOptimizer
-from sparsestep.rules import options as checks
 from sparsestep.rules.idle import AdamDrift
-from sparsestep.rules.options import Betas, BiasCorrectionMode, SharedOptions
+from sparsestep.rules.options import Betas, BiasCorrectionMode, SharedOptions, check_positive
 from sparsestep.rules.rule import Rule
 
 
@@ -113,7 +112,7 @@ class SparseAdam(RuleOptimizer, Optimizer):
     @classmethod
     def check_options(cls, group: dict[str, Any]) -> None:
         """Refuse an eps of 0, as torch does: a gradient of 0 would become 0 / 0."""
-        checks.check_positive("eps", group["eps"])
+        check_positive("eps", group["eps"])
 
     @classmethod
     def rule_for(cls, group: dict[str, Any]) -> Rule:
@@ -148,7 +147,7 @@ def sparse_adam_(
         raise InputError(message("sparse_adam_: the parameter must be real", param.dtype))
     if not (isinstance(eps, float) and 0.0 < eps < math.inf):
         with error_prefix("sparse_adam_"):
-            checks.check_positive("eps", eps)
+            check_positive("eps", eps)
     hyperparams = {"lr": lr, "betas": betas, "eps": eps}
     rule, state = RULES[False], [exp_avg, exp_avg_sq]
     check_keywords("sparse_adam_", shared)

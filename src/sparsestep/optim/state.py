@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _COUNTS = {*FLOAT_DTYPES, *INTEGER_DTYPES}
 
 
-class Records(defaultdict[Tensor, Any]):
+class OptimizerState(defaultdict[Tensor, Any]):
     """An optimizer's state by parameter; torch's checkpoints find it complete.
 
     ``torch.distributed.checkpoint`` tests whether there is any. If not, it runs a step of zero
@@ -39,8 +39,8 @@ class Records(defaultdict[Tensor, Any]):
     Other callers, PyKEEN for one, test whether there was a step, and get that answer.
     """
 
-    def __init__(self, records: Mapping[Tensor, Any], complete: Callable[[], None]) -> None:
-        super().__init__(dict, records)
+    def __init__(self, state: Mapping[Tensor, Any], complete: Callable[[], None]) -> None:
+        super().__init__(dict, state)
         self._complete = WeakMethod(complete)  # creates missing state
 
     def __bool__(self) -> bool:
@@ -449,11 +449,9 @@ def check_rows(name: str, rows: Tensor, param: Tensor) -> Tensor:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(message("rows must be an integer tensor", got))
     rows, count = rows.reshape(-1).long(), len(param) if param.dim() else 1
-    if rows.numel():
-        low, high = rows.aminmax()
-        if int(low) < 0 or int(high) >= count:
-            outside = int(low) if int(low) < 0 else int(high)
-            raise InputError(message(f"{name} must be in [0, {count})", outside))
+    outside = parameters.out_of_range(rows, count)
+    if outside is not None:
+        raise InputError(message(f"{name} must be in [0, {count})", outside))
     return rows
 
 

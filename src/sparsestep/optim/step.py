@@ -15,7 +15,7 @@ from sparsestep._torch import cat, disable_compiler, profiler_range
 from sparsestep.deferred.rows import StepCatchUp
 from sparsestep.engines import EngineDispatcher, new_native_engine, rounding
 from sparsestep.engines.base import GroupSettings, ParamUpdate, finish
-from sparsestep.engines.native import TracedGroup, can_run_dense
+from sparsestep.engines.native import StepTraces, can_run_dense
 from sparsestep.engines.torch_fused import TorchFusedEngine
 from sparsestep.errors import InputError, SlowWarning, message, usable, warn_once
 from sparsestep.grads import masks
@@ -63,7 +63,8 @@ def reserve_rows(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]
 
 def reserve_checked(param: Tensor, state: Iterable[Tensor], gradient: IndexedGrad) -> None:
     """Reserve and mark the rows that an engine has claimed."""
-    about_to_write(param, state, slots_to_rows(param, gradient.indices, gradient.num_slots))
+    if mapped_files:
+        about_to_write(param, state, slots_to_rows(param, gradient.indices, gradient.num_slots))
 
 
 def to_local(param: Tensor, grad: Gradient, *, by_row: bool) -> tuple[Tensor, Gradient]:
@@ -174,8 +175,7 @@ def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, pl
     is_whole = update.packed is not None and gradient.indices is None
     if selection is not None and (by_row or param.is_complex() or not is_whole):
         gradient = masks.apply_mask(gradient, selection, param.numel(), by_row=by_row)
-    if mapped_files:
-        reserve_checked(param, update.state, gradient)
+    reserve_checked(param, update.state, gradient)
     if by_row and param.dim() > 1:
         gradient = to_row_slots(param, gradient)
     update.targets, update.indexed = engine_views(param, update.state, gradient)
@@ -206,11 +206,11 @@ def engine_views(
 class Step:
     """The work of one step."""
 
-    def __init__(self, optimizer: RuleOptimizer, traced: Sequence[TracedGroup] = ()) -> None:
+    def __init__(self, optimizer: RuleOptimizer, traces: StepTraces | None = None) -> None:
         self._optimizer = optimizer
         self._native = new_native_engine(optimizer.engine)
-        if traced and self._native is not None:
-            self._native.traces.adopt(traced)
+        if traces is not None and self._native is not None:
+            self._native.traces = traces  # a formula is called once per step
         self._torch: TorchFusedEngine | None = None  # created for the first update it may run
         self._catch_up: StepCatchUp | None = None
         if optimizer.semantics == "dense":
@@ -287,8 +287,7 @@ class Step:
                 make = partial(_first_param_state, self._optimizer)  # no circle with the plan
                 self._torch = TorchFusedEngine(kernel, make, _state_dtype)
             if self._torch.claim(update):
-                if mapped_files:
-                    reserve_checked(update.param, update.state or (), update.indexed)
+                reserve_checked(update.param, update.state or (), update.indexed)
                 return
         finish_update(update, selection, self._params_before + update.index)
         self._updates.append(update)
@@ -345,8 +344,7 @@ class Step:
             param_state = optimizer.state.get(param)
             state = [param_state[spec.name] for spec in settings.rule.state] if param_state else []
             indexed = IndexedGrad(at, param, slots)  # the core has the values
-            if mapped_files:
-                reserve_checked(param, state, indexed)
+            reserve_checked(param, state, indexed)
             if self._catch_up is not None:
                 grad: Any = param.grad if grads is None else grads[index - first]
                 update = ParamUpdate(
@@ -540,8 +538,7 @@ _uncompiled_run = disable_compiler(Step.run)
 def _first_param_state(optimizer: RuleOptimizer, update: ParamUpdate) -> dict[str, Any]:
     group, rule = update.group, update.settings.rule
     update.state = states.new_state(rule, update.param, group, update.settings.state_dtype)
-    if mapped_files:
-        reserve_checked(update.param, update.state, update.indexed)
+    reserve_checked(update.param, update.state, update.indexed)
     return states.new_param_state(optimizer, group, rule, update.key, update.state)
 
 

@@ -86,7 +86,7 @@ def _evaluate(
 ) -> list[SymbolicValue]:
     """Evaluate a rule for a gradient of zero; ``start`` has values of inputs, by place."""
     if rule.traceable_update is None:
-        raise NoClosedFormError("compile leaves nothing to record")
+        raise NoClosedFormError("compile leaves nothing to trace")
     known = {1: 0.0, **(start or {})}
     try:
         program = trace(rule, step, hyperparams)
@@ -276,11 +276,7 @@ class IdleForm(NamedTuple):
 
 
 def _analyze(rule: Rule, step: int, hyperparams: Hyperparams) -> IdleForm:
-    """Derive the form of a rule's step without a gradient.
-
-    Raises:
-        NoClosedFormError: no class of idle updates matches.
-    """
+    """Derive the form of a rule's step without a gradient, or raise NoClosedFormError."""
     param, *state = _evaluate(rule, step, hyperparams)
     decays: dict[str, float] = {}
     for place, (value, spec) in enumerate(zip(state, rule.state, strict=True), start=2):

@@ -161,5 +161,4 @@ def convert_saved(rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _to_rows(value: Tensor) -> Tensor:
-    rows = value.shape[0] if value.dim() else 1
-    return value.reshape(rows, -1).to(torch.float32)
+    return value.reshape(value.shape[0] if value.dim() else 1, -1).to(torch.float32)

@@ -285,27 +285,6 @@ SWITCHES = frozenset(name for name, option in OPTIONS.items() if option.check in
 # process computes is not part of a checkpoint.
 OPTIMIZER_OPTIONS: dict[str, Any] = {"engine": "auto", "semantics": "masked"}
 
-# Defaults of optional param-group keys.
-GROUP_DEFAULTS: dict[str, Any] = {
-    name: OPTIONS[name].no_op[0]
-    for name in (
-        "bias_correction",
-        "decoupled_weight_decay",
-        "dense",
-        "mask",
-        "max_norm",
-        "normalize",
-        "rounding_seed",
-        "state_dtype",
-        "stochastic_rounding",
-    )
-}
-
-# For each option of a param group, the values that have no effect.
-NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    name: option.no_op for name, option in OPTIONS.items() if name not in OPTIMIZER_OPTIONS
-}
-
 
 class SharedOptions(TypedDict, total=False):
     """The keyword arguments that every optimizer has."""
@@ -318,6 +297,23 @@ class SharedOptions(TypedDict, total=False):
     normalize: bool
     stochastic_rounding: bool
     rounding_seed: int | None
+
+
+# Those of them that are keys of a param group if they are set.
+SHARED_GROUP_OPTIONS = tuple(
+    name for name in SharedOptions.__annotations__ if name not in OPTIMIZER_OPTIONS
+)
+
+# Defaults of optional param-group keys.
+GROUP_DEFAULTS: dict[str, Any] = {
+    name: OPTIONS[name].no_op[0]
+    for name in (*SHARED_GROUP_OPTIONS, "bias_correction", "decoupled_weight_decay", "dense")
+}
+
+# For each option of a param group, the values that have no effect.
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
+    name: option.no_op for name, option in OPTIONS.items() if name not in OPTIMIZER_OPTIONS
+}
 
 
 def check_torch_kernel_options(group: Mapping[str, Any], *, takes_tensors: bool) -> None:

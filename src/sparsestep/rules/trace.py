@@ -163,11 +163,7 @@ ROW_REDUCTIONS = ("mean", "sum", "amax")
 def trace(
     rule: Rule, step: int, hyperparams: Mapping[str, Any], *, allow_float64: bool = False
 ) -> Program:
-    """Trace a rule's formula for one step.
-
-    Raises:
-        TraceError: the formula reads values or shapes, or uses an operation without a form here.
-    """
+    """Trace a rule's formula for one step; raises TraceError if it does anything else."""
     program = Program(("param", "grad", *rule.state_names), allow_float64=allow_float64)
     Tracer(program, 0)
     try:

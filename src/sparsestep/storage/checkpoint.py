@@ -35,7 +35,7 @@ from sparsestep.storage import journal
 from sparsestep.storage.journal import Layout, Manifest, TableEntry, WrittenRows
 
 
-class Place(NamedTuple):
+class MappedTensor(NamedTuple):
     """A tensor in a file: the table of that file, or the state of this name in its rows."""
 
     file: MappedFile
@@ -57,7 +57,7 @@ class MappedState:
         optimizer.complete_state()
         self._model, self._optimizer = model, optimizer
         self._tables: dict[MappedFile, _TableFiles] = {}
-        self.places: dict[str, Place] = {}  # every tensor in files, by name
+        self.tensors: dict[str, MappedTensor] = {}  # every tensor in files, by name
         self.rest: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
         for name, value in model.state_dict().items():
             file = file_of(value)
@@ -73,7 +73,7 @@ class MappedState:
     def _add_table(self, name: str, tensor: Tensor, file: MappedFile) -> None:
         if file not in self._tables:
             self._tables[file] = _TableFiles(tensor, {name: file})
-            self.places[name] = Place(file, TABLE)
+            self.tensors[name] = MappedTensor(file, TABLE)
 
     def _add_state(self, saved: dict[str, Any]) -> None:
         """Move the state that lies in files from the state dict to the files of its table."""
@@ -92,10 +92,10 @@ class MappedState:
                 if file is None or of is None:
                     state[index][key] = value
                 elif file is of:  # in the rows of its table
-                    self.places[name] = Place(of, key)
+                    self.tensors[name] = MappedTensor(of, key)
                 else:
                     self._tables[of].files[name] = file
-                    self.places[name] = Place(file, TABLE)
+                    self.tensors[name] = MappedTensor(file, TABLE)
         saved["state"] = state
 
     def is_saved_in(self, manifest: Manifest) -> bool:
@@ -131,7 +131,7 @@ class MappedState:
         file = self.files[name]
         inside = {
             each: place.key
-            for each, place in self.places.items()
+            for each, place in self.tensors.items()
             if place.file is file and place.key != TABLE
         }
         shape, dtype, room, _ = file.header
@@ -165,7 +165,7 @@ class MappedState:
 
     def check(self, manifest: Manifest) -> None:
         """Refuse a checkpoint of other tables."""
-        own = {name: _form_in_file(file.header, key) for name, (file, key) in self.places.items()}
+        own = {name: _form_in_file(file.header, key) for name, (file, key) in self.tensors.items()}
         there = {
             name: _form_in_file(table.layout.header, key)
             for table in manifest.tables
@@ -189,7 +189,7 @@ class MappedState:
 
     def prepare(self, rest: dict[str, Any]) -> Callable[[ExitStack], None]:
         """Prepare to load everything but the tables; returns a function that registers its undo."""
-        for name, (file, key) in self.places.items():
+        for name, (file, key) in self.tensors.items():
             kind, _, entry = name.partition(".")
             if kind == "optimizer":
                 index, _, of_state = entry.partition(".")
@@ -402,8 +402,7 @@ def save(
         state = MappedState(model, optimizer)
         try:
             manifest = write(folder, before, state, {**state.rest, "extra": extra})
-            note_as_saved = state.prepare_note(manifest)
-            uninterrupted(partial(_commit, folder, manifest, note_as_saved))
+            uninterrupted(partial(_commit, folder, manifest, state.prepare_note(manifest)))
         except BaseException:
             with suppress(Exception):  # whichever checkpoint is the latest now
                 journal.remove_others(folder, journal.read_manifest(folder))
@@ -466,8 +465,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
 def write(folder: Path, before: Manifest | None, state: MappedState, rest: Any) -> Manifest:
     """Write the files of a new checkpoint: a journal if the previous one has the other rows."""
     number = 1 if before is None else before.number + 1
-    entry = journal.write_rest(folder, number, rest)
-    manifest = Manifest(uuid.uuid4().hex, number, [], [], entry)
+    manifest = Manifest(uuid.uuid4().hex, number, [], [], journal.write_rest(folder, number, rest))
     if before is not None and state.is_saved_in(before) and journal.has_all_files(folder, before):
         rows = state.written_rows(before)
         size = journal.journal_bytes([each.part for each in rows], before.tables)
@@ -513,7 +511,7 @@ def stage(folder: Path, manifest: Manifest, state: MappedState, replacements: Re
     for number, table in enumerate(manifest.tables):
         layout = table.layout
         is_alike = state.is_laid_out_alike(manifest, layout.name)
-        file = state.places[layout.name].file
+        file = state.tensors[layout.name].file
         role = "loading" if is_alike else f"source-{number}"
         path, descriptor = replacements.create(file, role)
         journal.copy_base(folder, table, descriptor)
@@ -529,7 +527,7 @@ def stage(folder: Path, manifest: Manifest, state: MappedState, replacements: Re
     for number, layout in others.items():
         copies[number].advise("SEQUENTIAL")
         for name, key in layout.tensors.items():
-            place = state.places[name]
+            place = state.tensors[name]
             staged = replacements.swaps[place.file].staged
             copy_rows(copies[number].tensor(key), staged.tensor(place.key))
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from sparsestep.errors import InputError, message
 from sparsestep.memory.formats import RowField
 from sparsestep.memory.mapped_file import MappedFile, about_to_write, file_of, open_file, written
-from sparsestep.memory.tensors import INTEGER_DTYPES, out_of_range
 from sparsestep.optim import state as states
 from sparsestep.optim.optimizer import RuleOptimizer
 
@@ -272,16 +271,10 @@ def prefetch(table: Tensor, rows: Tensor) -> None:
         ...     sparsestep.storage.prefetch(items.weight, torch.tensor([3, 997]))
     """
     check_table("prefetch", table)
-    if not isinstance(rows, Tensor) or rows.dtype not in INTEGER_DTYPES:
-        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
-        raise InputError(message("rows to prefetch must be an integer tensor", got))
-    rows = rows.detach().reshape(-1)
-    wrong = out_of_range(rows, len(table))
-    if wrong is not None:
-        raise InputError(message(f"rows to prefetch must be in [0, {len(table)})", wrong))
+    flat = states.check_rows("rows to prefetch", rows, table)
     file = file_of(table)
     if file is not None:
-        _thread.submit(file, rows.to("cpu", torch.int64).contiguous())
+        _thread.submit(file, flat.cpu().contiguous())
 
 
 def check_table(who: str, table: Any) -> None:

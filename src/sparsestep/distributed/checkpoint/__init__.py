@@ -25,7 +25,7 @@ from sparsestep.distributed.checkpoint._mapped import (
     MappedCheckpoint,
     MappedLoad,
     MappedSave,
-    Place,
+    StoredRows,
     pack,
 )
 from sparsestep.distributed.checkpoint._mapped import read as read_rows
@@ -503,7 +503,7 @@ class Checkpoint(NamedTuple):
     manifest: ShardManifest
     peers: Peers
     mapped: MappedCheckpoint
-    places: dict[str, Place]  # of tensors in files, by key
+    places: dict[str, StoredRows]  # of tensors in files, by key
 
     @staticmethod
     def open(folder: Path, peers: Peers) -> Checkpoint:
@@ -775,7 +775,7 @@ def stored_tensors(checkpoint: Checkpoint, layouts: TensorLayouts) -> dict[str, 
     params = layouts.params()
     checkpoint.places.update(checkpoint.mapped.places(params, layouts.tables))
     found = {}
-    entries: dict[str, Entry | Place] = {**checkpoint.manifest.entries, **checkpoint.places}
+    entries: dict[str, Entry | StoredRows] = {**checkpoint.manifest.entries, **checkpoint.places}
     for key, each in entries.items():
         rows, num_columns = layouts.tables.get(split_key(key)[1], (0, 0))
         found[key] = StoredTensor(each.shape, each.dtype, rows, num_columns)

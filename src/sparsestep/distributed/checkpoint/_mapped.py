@@ -74,7 +74,7 @@ class MappedSave:
         journal.remove_others(self._folder, self._before)
 
 
-class Place(NamedTuple):
+class StoredRows(NamedTuple):
     """Where the rows of a tensor are: a folder for each column, with its manifest and table."""
 
     columns: list[tuple[Path, Manifest, int]]
@@ -107,9 +107,9 @@ class MappedCheckpoint:
 
     def places(
         self, params: Sequence[str], tables: Mapping[str, tuple[int, int]]
-    ) -> dict[str, Place]:
+    ) -> dict[str, StoredRows]:
         """The place of each tensor by its key, where parameters have these names, in order."""
-        found: dict[str, Place] = {}
+        found: dict[str, StoredRows] = {}
         for folder, manifest in zip(self.folders, self.manifests, strict=True):
             for index, table in enumerate([] if manifest is None else manifest.tables):
                 assert manifest is not None
@@ -120,7 +120,7 @@ class MappedCheckpoint:
                     is_column = tables.get(param, (0, 0))[1] > 0
                     if is_column:
                         shape = torch.Size([shape[0], len(self.folders), *shape[1:]])
-                    place = Place([], is_column, key, shape, fields[key].dtype)
+                    place = StoredRows([], is_column, key, shape, fields[key].dtype)
                     place = found.setdefault(stored, place)
                     if is_column or not place.columns:
                         place.columns.append((folder, manifest, index))
@@ -140,7 +140,7 @@ def _stored_key(name: str, params: Sequence[str]) -> tuple[str, str]:
     return (f"state.{param}.{entry}", param) if entry else (f"model.{param}", param)
 
 
-def read(place: Place, target: Any) -> None:
+def read(place: StoredRows, target: Any) -> None:
     """Read the rows of a tensor, or this rank's part of them."""
     is_part = hasattr(target, "to_local")
     local: Tensor = target.to_local() if is_part else target
@@ -190,7 +190,7 @@ class MappedLoad:
                 stage(folder, manifest, what, self._replacements)
                 self._note = what.prepare_note(manifest)
                 self._replacements.prepare()
-            for name, (file, key) in what.places.items():
+            for name, (file, key) in what.tensors.items():
                 self.tensors[_stored_key(name, params)[0]] = file.tensor(key)
 
     def switch(self) -> None:

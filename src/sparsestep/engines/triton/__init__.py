@@ -130,7 +130,7 @@ class TritonEngine:
         try:
             program = trace(settings.rule, update.step, settings.hyperparams, allow_float64=True)
         except Exception as error:  # a formula may do anything with its symbolic arguments
-            requirement = "engine='triton' needs a formula that can be recorded"
+            requirement = "engine='triton' needs a formula that can be traced"
             got = f"rule {settings.rule.name!r}: {error}"
             raise update.error(message(requirement, got, "Use engine='auto'")) from None
         if indexed.indices is None and not settings.rule.needs_whole_rows:
