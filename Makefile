@@ -75,7 +75,7 @@ gpu-check: $(VENV)/.extra-triton ## GPU kernels without a GPU: compiled ahead of
 	TRITON_CACHE_DIR=build/triton $(BIN)/python -W ignore -m tests.engines.triton_compile
 	SPARSESTEP_TESTS=triton TRITON_INTERPRET=1 $(PYTEST) \
 		tests/engines/test_triton.py tests/engines/test_triton_targets.py tests/engines/test_triton_waits.py \
-		tests/grads/test_dedup.py tests/grads/test_layouts.py tests/grads/test_masks.py
+		tests/grads/test_dedup.py tests/properties/test_layouts.py tests/grads/test_masks.py
 
 bench: $(READY) $(LIMIT) ## benchmarks; ARGS="--suite lookups", see benchmarks/README.md
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +20,14 @@ from pathlib import Path
 from typing import Any
 
 _IDLE_LOOKS = 3
+
+
+def run_python(*arguments: str, **variables: str) -> str:
+    """What Python prints in another process, which must succeed."""
+    command, environment = [sys.executable, *arguments], {**os.environ, **variables}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @dataclass

@@ -5,10 +5,8 @@ from __future__ import annotations
 import bz2
 import importlib.util
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
+from tests.processes import run_python
 from tests.torch_versions import needs_means_over_gloo
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -141,22 +140,13 @@ def test_averages_of_weights_see_current_rows(run: Run):
 @pytest.mark.slow
 def test_the_distributed_recommender_learns_and_goes_on_with_other_numbers_of_ranks(tmp_path: Path):
     pytest.importorskip("torch.distributed.run")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     script = [str(EXAMPLES / "distributed_recommender.py"), "--rows", "2000", "--batch", "256"]
     found = []
     for steps, start in (("20", [*torchrun, "--nproc-per-node", "2"]), ("40", [])):
         arguments = [*start, *script, "--steps", steps, "--checkpoint", str(tmp_path)]
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment,
-            timeout=180,
-        )
-        assert done.returncode == 0, done.stderr
-        found += re.findall(r"^step +(\d+)   AUC (0\.\d+)", done.stdout, re.MULTILINE)
+        printed = run_python(*arguments, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+        found += re.findall(r"^step +(\d+)   AUC (0\.\d+)", printed, re.MULTILINE)
     assert [int(step) for step, _ in found] == [4, 8, 12, 16, 20, 24, 32, 40]
     assert float(found[0][1]) < 0.6 < 0.65 < float(found[-1][1])
 
@@ -296,12 +286,9 @@ def test_a_memory_of_ngrams_learns_what_is_not_in_its_text(run: Run):
 @pytest.mark.parametrize(("layers", "table"), [("DDP", "shared"), ("FSDP2", "sharded")])
 def test_a_memory_beside_layers_on_ranks(layers: str, table: str):
     script = [str(EXAMPLES / "ngram_ranks.py"), "--layers", layers, "--table", table]
-    options = ["--steps", "12", "--rows", "5000"]
-    command = [sys.executable, *script, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    first, last = (float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout))
+    printed = run_python(*script, "--steps", "12", "--rows", "5000")
+    first, last = (float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed))
     assert last < first - 1
-    moved = re.search(r"([\d,]+) of 5,000 rows have moved", done.stdout)
+    moved = re.search(r"([\d,]+) of 5,000 rows have moved", printed)
     assert (moved is not None) == (table == "shared")
     assert moved is None or int(moved[1].replace(",", "")) > 1_000

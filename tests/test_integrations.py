@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +11,12 @@ import pytest
 import torch
 
 import sparsestep  # noqa: F401
+from tests.processes import run_python
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 RECORDED = ROOT / "docs" / "gallery" / "recorded"
 ENVIRONMENT = {
-    **os.environ,
     "OMP_NUM_THREADS": "1",  # other tests run beside this one
     "HF_HUB_OFFLINE": "1",
     "PYTHONPATH": str(EXAMPLES),
@@ -35,19 +32,10 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 
 def run(*arguments: str) -> str:
     """What a program prints, which must succeed; a warning of ours is an error."""
-    command = [sys.executable]
+    command = []
     for category in ("StaleWarning", "SlowWarning"):
         command += ["-W", f"error::sparsestep.errors.{category}"]
-    done = subprocess.run(
-        [*command, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRONMENT,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python(*command, *arguments, **ENVIRONMENT)
 
 
 def example(name: str, *arguments: str) -> str:

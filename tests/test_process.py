@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,18 +19,10 @@ import sparsestep
 from sparsestep import _process
 from sparsestep._process import uninterrupted
 from tests.faults.injectors import Lines
+from tests.processes import run_python
 from tests.table import INSTRUCTION_SETS, same_bits
 
 POSIX = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals and forks as POSIX has")
-
-
-def run(program: str, **environment: str) -> str:
-    """What a program prints."""
-    command = [sys.executable, "-c", program]
-    variables = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 # Signals
@@ -268,7 +259,7 @@ print("instruction set", _native.instruction_set())
 def test_a_child_forked_during_a_step_sees_whole_steps_and_can_step():
     """The environment forces an instruction set, too."""
     expected = ["native 0", "functional 0", "vocabulary 0", "reference 0", "stuck 0"]
-    printed = run(FORKED, SPARSESTEP_ISA=INSTRUCTION_SETS[0]).splitlines()
+    printed = run_python("-c", FORKED, SPARSESTEP_ISA=INSTRUCTION_SETS[0]).splitlines()
     assert printed == [*expected, f"instruction set {INSTRUCTION_SETS[0]}"]
 
 
@@ -306,7 +297,7 @@ interpreters.run_string(interpreters.create(), PROGRAM.format("sparsestep._C"))
 
 def test_subinterpreters_are_refused_before_torch_is_imported():
     pytest.importorskip("_interpreters" if sys.version_info >= (3, 13) else "_xxsubinterpreters")
-    assert run(SUBINTERPRETER).split() == ["sparsestep", "True", "False"] * 2
+    assert run_python("-c", SUBINTERPRETER).split() == ["sparsestep", "True", "False"] * 2
 
 
 # Without the modules and functions that only POSIX systems have; in a child, also without the core.
@@ -353,4 +344,4 @@ except ValueError as error:
 def test_import_and_step_need_nothing_that_windows_lacks_nor_the_core():
     """That steps are slow without the core is said once."""
     without_core = ["16", "SlowWarning <string> True", "True"]
-    assert run(ON_WINDOWS).splitlines() == [*without_core, "16", "native"]
+    assert run_python("-c", ON_WINDOWS).splitlines() == [*without_core, "16", "native"]

@@ -8,7 +8,6 @@ import platform
 import re
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import sparsestep
 from sparsestep import _native, cli
 from sparsestep.cli import demo, info, plan, skipgram
 from sparsestep.cli.skipgram import SkipgramDataset
+from tests.processes import run_python
 
 # Without the C++ core, training warns that it is slow.
 pytestmark = pytest.mark.filterwarnings("ignore::sparsestep.SlowWarning")
@@ -116,8 +116,7 @@ def test_importing_sparsestep_imports_neither_the_compiler_nor_the_extra() -> No
 import sys, sparsestep, sparsestep.cli
 print(sorted({"rich", "matplotlib", "torch._dynamo"} & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert run_python("-c", code) == "[]\n"
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -141,10 +140,3 @@ def close(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, Tensor):
         return torch.allclose(ours, theirs, rtol=1e-11, atol=1e-13)
     return ours == pytest.approx(theirs, rel=1e-11)
-
-
-def through_a_file(saved: Any, *, weights_only: bool = True) -> Any:
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)

@@ -43,6 +43,7 @@ VARIANTS = [
     Variant(sparsestep.SGD, {}),
     Variant(sparsestep.SGD, DECAY),
     Variant(sparsestep.SGD, {"momentum": 0.9}),
+    Variant(sparsestep.SGD, {"momentum": 0.9999}),  # reaches back further than is kept
     Variant(sparsestep.SGD, {"momentum": 0.9, "dampening": 0.5, **DECAY}),
     Variant(sparsestep.SGD, {"momentum": 0.9, "nesterov": True, **DECAY}),
     Variant(sparsestep.RMSprop, DECAY),

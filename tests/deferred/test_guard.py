@@ -22,9 +22,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import sparsestep
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.nn import lookup
-from tests.deferred.models import Tied, close, ids_of, made, through_a_file, train
+from tests.deferred.models import Tied, close, ids_of, made, train
 from tests.deferred.runs import on_both_engines
-from tests.table import running_on, same_bits
+from tests.table import running_on, same_bits, through_a_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

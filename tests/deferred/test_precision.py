@@ -17,10 +17,8 @@ from tests.deferred.runs import (
     a_few,
     assert_close,
     assert_same_bits,
-    coo,
     dense_run,
     each_kind,
-    kept,
     on_both_engines,
     standard,
 )
@@ -95,30 +93,6 @@ def test_other_precisions(variant: Variant, dtype: torch.dtype, state_dtype: Any
     rounding = float(exact["param"].abs().max()) * torch.finfo(dtype).eps
     assert our[0] <= (1.05 if state_dtype else 1.0) * their[0] + rounding
     assert our[1] <= 1.05 * their[1]
-
-
-@pytest.mark.parametrize("variant", [v for v in KINDS if v.cls.supports_complex], ids=str)
-@on_both_engines
-def test_complex_parameters(variant: Variant, engine: str):
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.complex128)
-
-    weight = drawn(8, 3)
-    ours, theirs = torch.nn.Parameter(weight.clone()), torch.nn.Parameter(weight.clone())
-    with running_on(engine) as name:
-        opt = variant([ours], lr=0.1, semantics="dense", engine=name)
-        dense = variant([theirs], lr=0.1, engine="reference")
-        for _ in range(12):
-            rows = torch.randint(0, 6, (2,), generator=generator)
-            grad = coo(rows, drawn(2, 3), (8, 3))
-            opt.catch_up(ours, rows)
-            ours.grad, theirs.grad = grad, grad.to_dense()
-            opt.step()
-            dense.step()
-        opt.catch_up()
-    assert_close(kept(opt, ours), kept(dense, theirs))
 
 
 @each_kind

@@ -14,7 +14,7 @@ from sparsestep.deferred.rows import DeferredRows
 from sparsestep.engines.base import GroupSettings
 from tests.deferred.runs import DECAY, on_both_engines
 from tests.subject import refused
-from tests.table import INSTRUCTION_SETS, Variant, running_on, same_bits
+from tests.table import INSTRUCTION_SETS, Variant, running_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAM = Variant(sparsestep.AdamW, {})
@@ -24,19 +24,6 @@ NESTEROV = Variant(sparsestep.SGD, {"momentum": 0.9, "nesterov": True})
 LION = Variant(sparsestep.Lion, {"weight_decay": 0.1})
 FTRL = Variant(sparsestep.Ftrl, {"l1": 0.1, "l2": 0.1})
 LONG = [ADAM, DIVERGENT, AMSGRAD, NESTEROV, LION, FTRL]
-KINDS = [
-    *LONG,
-    Variant(sparsestep.AdamW, {"betas": (0.5, 0.9), "weight_decay": 0.1}),
-    Variant(sparsestep.AdamW, {"betas": (0.9, 0.0)}),
-    Variant(sparsestep.AdamW, {"betas": (0.0, 0.9)}),
-    Variant(sparsestep.AdamW, {"eps": 1.0}),
-    Variant(sparsestep.SparseAdam, {}),
-    Variant(sparsestep.RowwiseAdam, {"betas": (0.8, 0.9), **DECAY}),
-    Variant(sparsestep.SGD, DECAY),
-    Variant(sparsestep.SGD, {"momentum": 0.9999}),  # reaches back further than is kept
-    Variant(sparsestep.RMSprop, {"momentum": 0.5, "centered": True}),
-    Variant(sparsestep.Lion, {"betas": (0.9, 0.0)}),  # no sign is left after one step
-]
 _settings: dict[tuple[str, float], GroupSettings] = {}
 
 
@@ -104,29 +91,6 @@ def assert_near(ours: list[Tensor], exact: list[Tensor]) -> None:
     for tensor, wanted in zip(ours, exact, strict=True):
         off = (tensor.double().reshape(wanted.shape) - wanted).abs().max()
         assert off <= 1e-13 * wanted.abs().max().clamp(min=1e-300)
-
-
-@pytest.mark.parametrize("variant", KINDS, ids=str)
-@on_both_engines
-def test_rows_that_missed_some_steps(variant: Variant, engine: str):
-    """Some of them, in any order and repeatedly, then all: a row catches up once."""
-    ids = torch.tensor([[7, 2, 7], [7, 0, 2]], dtype=torch.int32)
-    others = torch.tensor([1, 3, 4, 5, 6, 8])
-    for missed in (1, 2, 3, 40):
-        lrs = rates(missed + 1)[1:]
-        rows, param, state = pending(variant, (9, 5))
-        before = [tensor.clone() for tensor in (param, *state)]
-        exact = one_by_one(rows, variant, lrs, param, state)
-        miss(rows, variant, lrs)
-        now = 3 + missed
-        with running_on(engine) as name:
-            rows.catch_up(param, state, ids, engine=name)
-            assert rows.last_step.tolist() == [now, 3, now, 3, 3, 3, 3, now, ~3]
-            for tensor, was in zip((param, *state), before, strict=True):
-                assert same_bits(tensor[others], was[others])
-            rows.catch_up(param, state, None, engine=name)
-        assert_near([param, *state], exact)
-        assert rows.last_step.tolist() == [now] * 8 + [~now]
 
 
 @pytest.mark.parametrize("variant", LONG, ids=str)

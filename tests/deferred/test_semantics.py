@@ -41,7 +41,15 @@ from tests.deferred.runs import (
     standard,
 )
 from tests.elsewhere import DEVICE, Elsewhere, elsewhere
-from tests.table import ENGINES, EVERYTHING, WITH_DENSE, Variant, running_on, same_bits
+from tests.table import (
+    ENGINES,
+    EVERYTHING,
+    WITH_DENSE,
+    Variant,
+    running_on,
+    same_bits,
+    through_a_file,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = KINDS[0]
@@ -432,3 +440,37 @@ def test_another_default_device_changes_nothing(variant: Variant, engine: str):
             opt.catch_up()
         results.append(kept(opt, param))
     assert_same_bits(*results)
+
+
+OF_TORCH = [
+    ("AdamW", {"amsgrad": True}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+    ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OF_TORCH, ids=str)
+@pytest.mark.parametrize("torch_first", [False, True], ids=["from ours", "from torch"])
+def test_training_continues_in_the_other_class(
+    name: str, options: dict[str, Any], torch_first: bool
+):
+    """A checkpoint is current, and is torch's."""
+    run = standard()
+    theirs, ours = getattr(torch.optim, name), getattr(sparsestep, name)
+
+    def made(param: torch.nn.Parameter, by_torch: bool) -> torch.optim.Optimizer:
+        more = {} if by_torch else {"semantics": "dense"}
+        return (theirs if by_torch else ours)([param], lr=0.1, **options, **more)
+
+    first = run.param()
+    opt = made(first, torch_first)
+    run.train(opt, first, range(30))
+    saved = through_a_file(opt.state_dict())
+    wanted = theirs([run.param()], lr=0.1, **options).state_dict()["param_groups"][0]
+    assert saved["param_groups"][0].keys() == wanted.keys()
+    second = torch.nn.Parameter(first.detach().clone())
+    again = made(second, not torch_first)
+    again.load_state_dict(saved)
+    run.train(again, second, range(30, 60))
+    again.state_dict()
+    assert_close(kept(again, second), dense_run(theirs, run, **options))

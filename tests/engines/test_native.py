@@ -134,21 +134,6 @@ def test_a_bad_call_into_the_core_is_refused():
         catch_up.run(two, (two,), *rest)
 
 
-def test_tables_above_two_billion_slots():
-    """Element-wise indices need more than 32 bits; the memory is never touched."""
-    rows, columns = 2**17, 2**15
-    param = sparsestep.memory.lazy.zeros(
-        torch.Size([rows, columns]), torch.float16, torch.device("cpu")
-    )
-    opt = sparsestep.SparseAdam([param], lr=0.5, engine="native")
-    indices = torch.tensor([[rows - 1, 0, rows - 1], [columns - 1, 1, columns - 1]])
-    param.grad = torch.sparse_coo_tensor(indices, torch.ones(3, dtype=torch.float16), param.shape)
-    opt.step()
-    assert param[rows - 1, columns - 1] == -0.5
-    assert param[0, 1] == -0.5
-    assert param[0, 0] == 0
-
-
 def colliding_slots(count: int) -> Tensor:
     """Slots side by side in the core's hash tables: see ``mix`` in native/core/dedup.cpp."""
     slots = torch.arange(1 << 23)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from itertools import product
 from typing import Any
@@ -19,14 +18,7 @@ from sparsestep.optim import OPTIMIZERS
 from tests.generate.layouts import Entries
 from tests.properties.marks import QUIET
 from tests.subject import by_hand
-from tests.table import (
-    INSTRUCTION_SETS,
-    Variant,
-    each_engine,
-    running_on,
-    same_bits,
-    state_tensors,
-)
+from tests.table import Variant, each_engine, running_on, same_bits
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
 HALVES = [torch.bfloat16, torch.float16]
@@ -204,28 +196,6 @@ def train(params: list[torch.nn.Parameter], opt: torch.optim.Optimizer, steps: r
         opt.step()
 
 
-@each_half
-def test_bits_depend_on_the_seed_and_neither_on_threads_nor_on_the_instruction_set(
-    dtype: torch.dtype,
-):
-    options = {"lr": 0.01, "state_dtype": dtype, "stochastic_rounding": True}
-    for cls in (sparsestep.SparseAdam, sparsestep.RowwiseAdagrad, sparsestep.Ftrl):
-        results = []
-        runs = [(3, engine, threads) for engine in INSTRUCTION_SETS for threads in (1, 2, 8)]
-        for seed, engine, threads in [*runs, (4, INSTRUCTION_SETS[0], 1)]:
-            torch.set_num_threads(threads)
-            torch.manual_seed(seed)
-            param = table_of(dtype, 6000)  # large enough that every thread gets a share
-            with running_on(engine) as name:
-                opt = cls([param], engine=name, **options)
-                train([param], opt, range(2))
-            results.append([param.detach(), *state_tensors(opt)])
-        *alike, other = results
-        for each in alike[1:]:
-            assert all(map(same_bits, alike[0], each)), cls
-        assert not same_bits(alike[0][0], other[0]), cls
-
-
 # Optimizers
 
 
@@ -242,33 +212,6 @@ def test_wide_params_are_not_affected(engine: str):
             state = [value for name, value in opt.state[param].items() if name != "step"]
             results.append([param.detach(), *state])
         assert all(map(same_bits, *results)), cls
-
-
-@each_engine
-@each_half
-def test_training_resumes_with_the_same_bits(engine: str, dtype: torch.dtype):
-    """Seed and step count travel in the checkpoint, whatever seed the new process has."""
-
-    def made(cls: Any, tables: list[torch.nn.Parameter]) -> Any:
-        groups = [{"params": tables[:2]}, {"params": tables[2:], "lr": 0.2}]
-        return cls(groups, lr=0.1, state_dtype=dtype, stochastic_rounding=True, engine=name)
-
-    for cls in (sparsestep.SGD, sparsestep.Adam, sparsestep.RowwiseAdam):
-        with running_on(engine) as name:
-            torch.manual_seed(1)
-            straight, changed = ([table_of(dtype) for _ in range(4)] for _ in range(2))
-            train(straight, made(cls, straight), range(8))
-            first = made(cls, changed)
-            train(changed, first, range(4))
-            file = io.BytesIO()
-            torch.save(first.state_dict(), file)
-            file.seek(0)
-            torch.manual_seed(2)
-            again = made(cls, changed)
-            again.load_state_dict(torch.load(file, weights_only=True))
-            train(changed, again, range(4, 8))
-        assert again.param_groups[1]["rounding_seed"] == 1
-        assert all(map(same_bits, changed, straight)), cls
 
 
 def test_keys_and_counts_are_there_only_where_they_are_needed():

@@ -6,11 +6,9 @@ A sample; ``make gpu-check`` compiles every rule for every target.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.processes import run_python
 from tests.table import needs_triton
 
 pytestmark = needs_triton
@@ -36,13 +34,11 @@ print(json.dumps([found, unseen]))
 
 def test_what_a_launch_compiles(tmp_path: Path):
     """In a process of its own: this one has Triton's interpreter."""
-    surroundings = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(
-        command, env=surroundings, cwd=Path(__file__).parents[2], capture_output=True, text=True
+    root, cache = str(Path(__file__).parents[2]), str(tmp_path)
+    printed = run_python(
+        "-c", SCRIPT, TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache, PYTHONPATH=root
     )
-    assert done.returncode == 0, done.stderr
-    kernels, unseen = json.loads(done.stdout.splitlines()[-1])
+    kernels, unseen = json.loads(printed.splitlines()[-1])
     assert unseen == []
     assert len(kernels) == 10  # sums of blocks, and the step: of five steps
     for signature, faults in kernels:

@@ -17,10 +17,10 @@ Parameters, gradients and garbage come from `tests/generate`, the numbers of a s
 | `world.py`, `operations.py` | an optimizer and what may be done with it |
 | `dense.py` | the same with dense semantics, beside a dense run |
 | `spoiling.py` | what must be refused, or at least not break anything |
-| `calls.py` | functions, lookups, clipping and classes with one bad argument |
 | `cases.py`, `__main__.py` | seed to case, and the command |
 
-What needs no program of several steps is left to hypothesis: modules and clipping beside torch's
-(`tests/nn`, `tests/grads`), and formulas of users (`tests/engines/test_programs.py`). With
-`SPARSESTEP_HYPOTHESIS=fuzz` these draw at random, too.
+What needs no program of several steps is left to other tests: modules and clipping beside torch's
+(`tests/nn`, `tests/grads`), formulas of users (`tests/engines/test_programs.py`), and calls with
+one argument that makes no sense (`tests/properties/test_refusals.py`). Those with hypothesis draw
+at random, too, with `SPARSESTEP_HYPOTHESIS=fuzz`.
 """

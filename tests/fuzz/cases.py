@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from sparsestep import _native
-from tests.fuzz.calls import calls, making
 from tests.fuzz.dense import DenseWorld
 from tests.fuzz.findings import where
 from tests.fuzz.operations import OPERATIONS
@@ -78,8 +77,6 @@ KINDS: dict[str, tuple[Kind, int]] = {
     "optimizer and garbage": (partial(training, by_hand=False, garbage=True), 12),
     "by hand and garbage": (partial(training, by_hand=True, garbage=True), 12),
     "dense semantics and garbage": (partial(dense_semantics, garbage=True), 5),
-    "calls": (calls, 14),
-    "making": (making, 6),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from threading import Thread
@@ -12,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep import InputError, _native, clip_grad_norm_, clip_grad_value_
+from sparsestep import InputError, _native
 from sparsestep.optim import OPTIMIZERS
 from tests import oracle
-from tests.fuzz.findings import check_close, is_taken
+from tests.fuzz.findings import is_taken
 from tests.fuzz.world import World, any_surroundings, same_value
-from tests.generate.grads import any_grad, as_dense, compact, coo, is_lazy, strided
+from tests.generate.grads import any_grad
 from tests.generate.params import any_options, any_param
 from tests.oracle import FindingError
 from tests.subject import NOT_NATIVE, Snapshot
-from tests.table import INSTRUCTION_SETS, same_bits
+from tests.table import INSTRUCTION_SETS, same_bits, through_a_file
 
 Operation = Callable[[World], None]
 
@@ -160,10 +159,7 @@ def round_trip(world: World) -> None:
     saved = world.front.state_dict()
     how = world.chance.pick(["itself", "torch.save", "copied"])
     if how == "torch.save":
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=False)
+        saved = through_a_file(saved, weights_only=False)
     elif how == "copied":
         saved = copy.deepcopy(saved)
     world.say(f"load_state_dict of its own state_dict, {how}")
@@ -264,62 +260,6 @@ def zero_grad(world: World) -> None:
         world.front.zero_grad()
 
 
-_ROOM = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-def clip(world: World) -> None:
-    """Beside torch's clipping of the same gradients, dense and in float64."""
-    if world.by_hand or world.dtype.is_complex:
-        return
-    drawn = [d and (None if is_lazy(d.grad) else d) for d in world.draw((coo, compact, strided))]
-    world.give(drawn)
-    held = [(p, d.dense) for (_, _, p), d in zip(world.each(), drawn, strict=True) if d]
-    if not held:  # a norm of nothing is torch's, wherever torch makes it
-        return
-    before = Snapshot(world)
-    bound, foreach = world.chance.pick([0.5, 3.0, 1e4]), world.chance.pick([None, None, False])
-    order = world.chance.pick([None, 2.0, 2.0, 1.0, float("inf"), -float("inf"), 3.0, 0.5, 0.0])
-    around, name = any_surroundings(world.chance)
-    world.say(f"clip to {bound}, norm {order}, foreach={foreach} {name}")
-    # Dense ones alone are torch's, which takes their norm in their own dtype.
-    torchs = all(param.grad.layout is torch.strided for param, _ in held)
-    shadows = [torch.nn.Parameter(d.to(p.dtype) if torchs else d.clone()) for p, d in held]
-    for shadow in shadows:
-        shadow.grad = shadow.detach().clone()
-    params = [param for param, _ in held]
-    finding = "not what torch's clipping gives"
-    if order is None:
-        with around:
-            clip_grad_value_(params, bound, foreach=foreach)
-        torch.nn.utils.clip_grad_value_(shadows, bound)
-    else:
-        if (order <= 0 or order == float("inf")) and not all(d.numel() for _, d in held):
-            return  # torch has no such norm of nothing
-        with around:
-            norm = clip_grad_norm_(params, bound, order, foreach=foreach)
-        exact = torch.nn.utils.clip_grad_norm_(shadows, bound, order)
-        # No better than torch's own arithmetic: an order below one has the largest errors.
-        flat = torch.cat([d.to(norm.dtype).flatten() for _, d in held])
-        own = torch.linalg.vector_norm(flat, order).double()
-        room = 4 * float((own - exact.double()).abs().nan_to_num(0.0, 0.0))
-        room += _ROOM[world.dtype] * max(1e-3, float(exact.double().nan_to_num(0.0, 0.0, 0.0)))
-        check_close(finding, "norm", norm, exact.to(norm.dtype), room)
-    for param, shadow in zip(params, shadows, strict=True):
-        exact = shadow.grad
-        finite = exact[exact.isfinite()].abs().double()
-        largest = max(1e-3, _of_entries(param.grad), float(finite.max()) if finite.numel() else 0.0)
-        check_close(finding, "gradient", as_dense(param.grad), exact, _ROOM[world.dtype] * largest)
-    before.check("clipping")
-    world.give([None] * len(drawn))
-
-
-def _of_entries(grad: Tensor) -> float:
-    """How large sums of entries may get: each is rounded for itself, and they may cancel."""
-    if not grad.is_sparse or not grad._values().numel():
-        return 0.0
-    return float(grad._values().double().abs().sum(0).max())
-
-
 def switch(world: World) -> None:
     """Other threads, other instructions, another engine."""
     isa = world.chance.pick(INSTRUCTION_SETS or ["none"])
@@ -353,7 +293,6 @@ OPERATIONS: dict[Operation, int] = {
     take_on: 2,
     materialize: 1,
     zero_grad: 1,
-    clip: 8,
     switch: 3,
     read_all: 1,
 }

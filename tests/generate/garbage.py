@@ -75,6 +75,12 @@ NO_TENSORS: list[Any] = [
 VALUES: list[Any] = [
     *(None, "x", -1.0, float("nan"), float("inf"), 2.0, 1.0, 0, True, False, [], {}, (), 1j),
     *((0.9,), (0.9, 1.0), (-1, 0.5), ("a", "b"), (0.9, 0.99, 0.999), [0.9, 0.99], object()),
+    *(
+        torch.ones(1).to_sparse_coo(),
+        torch.ones(1, device="meta"),
+        torch.ones(2),
+        torch.tensor(0.5),
+    ),
 ]
 
 

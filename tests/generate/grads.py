@@ -204,7 +204,7 @@ def summed(
 
 
 def masked(chance: Source, param: Tensor, dtype: torch.dtype) -> Drawn:
-    if param.numel() and chance.one_in(3):
+    if param.dim() and param.numel() and chance.one_in(3):
         return _masked_coo(chance, param, dtype)
     values, held = chance.numbers(param.shape, dtype), chance.flags(param.shape)
     dense = torch.where(held, values.double(), 0.0)
@@ -376,7 +376,7 @@ def _always(param: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _can_be_masked(param: Tensor, dtype: torch.dtype) -> bool:
-    return dtype in (torch.float16, torch.float32, torch.float64) and param.dim() > 0
+    return dtype in (torch.float16, torch.float32, torch.float64)
 
 
 def _can_be_compact(param: Tensor, dtype: torch.dtype) -> bool:

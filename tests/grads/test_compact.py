@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from sparsestep.grads.dedup import iter_sums
 from sparsestep.grads.indexed import IndexedGrad
 from tests.nn.cases import DTYPES, plain, same
 from tests.subject import refused
+from tests.table import through_a_file
 from tests.torch_versions import loads_sparse_tensors, needs_tensors_that_the_core_reads
 
 SHAPE = torch.Size([6, 4])
@@ -304,13 +304,10 @@ def test_copies(materialized: bool):
     grad, wanted = example(), example().to_dense()
     if materialized:
         grad.to_dense()
-    file = io.BytesIO()
-    torch.save(grad, file)
-    file.seek(0)
     for copied in (
         copy.deepcopy(grad),
         pickle.loads(pickle.dumps(grad)),
-        torch.load(file, weights_only=True),
+        through_a_file(grad),
     ):
         assert type(copied) is Tensor
         assert copied.layout is torch.sparse_coo

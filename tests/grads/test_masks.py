@@ -85,25 +85,6 @@ def test_a_mask_that_does_not_count_its_changes_and_none_at_all():
     assert bool(moved(opt, 3).all())
 
 
-@on_each_engine(FEW)
-def test_groups_and_params_have_their_own_masks(variant: Variant, engine: str):
-    params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((6, 3, 2), (4, 2), (5,), (6, 2))]
-    masks = [ROWS, None, torch.arange(5) == 3]
-    with running_on(engine) as name:
-        groups = [{"params": params[:3], "mask": masks}, {"params": params[3:], "mask": ~ROWS}]
-        opt = variant(groups, lr=0.1, engine=name)
-        for param in params:
-            param.grad = torch.ones(param.shape)
-        opt.step()
-    changed = [
-        (param != 1).flatten(1).all(1) if param.dim() > 1 else param != 1 for param in params
-    ]
-    assert torch.equal(changed[0], ROWS)
-    assert bool(changed[1].all())
-    assert torch.equal(changed[2], masks[2])
-    assert torch.equal(changed[3], ~ROWS)
-
-
 @pytest.mark.parametrize("change", ["mask", "order of params", "one more param"])
 def test_a_list_of_masks_is_compared_in_every_step(change: str):
     """Also once steps are replayed."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from sparsestep.memory import lazy
+from tests.processes import run_python
 
 CPU = torch.device("cpu")
 
@@ -72,12 +71,12 @@ assert grown < 16, f"{grown} MiB"  # the moments of all rows would be 1,172
 assert param[mask].max() < -0.2
 
 warnings.simplefilter("ignore")
-shape = torch.Size([2**17, 2**14])  # 4 GB for each tensor, were it touched
+shape = torch.Size([2**17, 2**15])  # 8 GB for each tensor, were it touched
 param, state = (lazy.zeros(shape, torch.float16, cpu) for _ in range(2))
-rows, columns = torch.arange(7, 2**17, 2**14), torch.arange(5, 2**14, 2**11)
+rows, columns = torch.arange(7, 2**17, 2**14), torch.arange(5, 2**15, 2**12)
 values = torch.ones(8, dtype=torch.float16)
 down = torch.zeros(2**17 + 1, dtype=torch.int64).index_fill_(0, rows + 1, 1).cumsum(0)
-across = torch.zeros(2**14 + 1, dtype=torch.int64).index_fill_(0, columns + 1, 1).cumsum(0)
+across = torch.zeros(2**15 + 1, dtype=torch.int64).index_fill_(0, columns + 1, 1).cumsum(0)
 csr = torch.sparse_csr_tensor(down, columns, values, shape)
 blocks = values[:, None, None].repeat(1, 1, 2)
 grads = {
@@ -86,7 +85,7 @@ grads = {
     "csc": torch.sparse_csc_tensor(across, rows, values, shape),
     "bsr": torch.sparse_bsr_tensor(down, columns // 2, blocks, shape),
     "masked": torch.masked.masked_tensor(csr, csr.bool()),
-    "indexed": sparsestep.IndexedGrad(rows * 2**14 + columns, values, 2**31, 1),
+    "indexed": sparsestep.IndexedGrad(rows * 2**15 + columns, values, 2**32, 1),
 }
 sums = torch.zeros(2**17)
 before = resident()
@@ -115,12 +114,9 @@ assert len(opt.state) == 0 and not param[3].any()
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_steps_on_large_tables_take_memory_for_what_they_touch_or_are_refused():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.startswith("the state of a parameter needs"), done.stderr
-    assert "Got Cannot allocate memory. Choose a smaller state_dtype" in done.stdout
-    assert done.returncode == 0, done.stderr
+    printed = run_python("-c", PROGRAM)
+    assert printed.startswith("the state of a parameter needs")
+    assert "Got Cannot allocate memory. Choose a smaller state_dtype" in printed
 
 
 def strict_overcommit() -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 import sparsestep
 from sparsestep.memory.tensors import has_internal_overlap, overlapping
 from sparsestep.optim import OPTIMIZERS
-from tests.table import same_bits
+from tests.table import EVERY, same_bits
 
 
 @pytest.mark.parametrize("bytes_left", [0, 16])
@@ -111,3 +111,48 @@ def test_values_in_the_memory_of_the_parameter(engine: str, sparse: bool):
     grad = sparsestep.IndexedGrad(order, param) if sparse else param
     sparsestep.functional.sgd_(param, grad, lr=0.5, engine=engine)
     assert same_bits(param, expected)
+
+
+def table(rows: int = 6) -> torch.Tensor:
+    return torch.linspace(-1, 1, rows * 4).reshape(rows, 4).requires_grad_()
+
+
+def step(opt: torch.optim.Optimizer, param: torch.Tensor, *rows: int) -> None:
+    values = torch.ones(len(rows), 4)
+    param.grad = torch.sparse_coo_tensor(torch.tensor([rows]), values, param.shape)
+    opt.step()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_every_optimizer_shares_its_state(steps: int):
+    for variant in EVERY:
+        if variant.options.get("dampening"):
+            continue  # refused
+        params = table(), table()
+        shared, other = (variant([param], lr=0.1) for param in params)
+        for opt, param in zip((shared, other), params, strict=True):
+            for _ in range(steps):
+                step(opt, param, 1, 5)
+            if opt is shared:
+                opt.share_memory()
+                assert {spec.name for spec in variant.rule.state} <= opt.state[param].keys()
+            step(opt, param, 0, 5)
+        tensors = [v for v in shared.state[params[0]].values() if isinstance(v, torch.Tensor)]
+        assert all(tensor.is_shared() for tensor in tensors), "the step has kept it there"
+        assert same_bits(*(param.detach() for param in params)), str(variant)
+
+
+def test_large_state_is_shared_with_another_process():
+    param = table(rows=100_000)
+    param.requires_grad_(False).share_memory_()
+    opt = sparsestep.Adam([param.requires_grad_()], lr=0.1)
+    opt.share_memory()
+    worker = torch.multiprocessing.get_context("fork").Process(target=step, args=(opt, param, 7))
+    torch.set_num_threads(1)
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    kept = opt.state[param]
+    assert float(kept["step"]) == 1
+    assert kept["exp_avg"][7].ne(0).all()
+    assert kept["exp_avg"].count_nonzero() == 4

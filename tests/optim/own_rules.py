@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -61,11 +60,3 @@ def trained(make: Callable[..., Any], dtype: torch.dtype = torch.float32, **opti
 
 def close(ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
-def through_a_file(state_dict: Any) -> Any:
-    """What ``torch.load`` makes of what ``torch.save`` has written."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)

@@ -29,13 +29,12 @@ from tests.optim.own_rules import (
     randn,
     rows_of,
     table_of,
-    through_a_file,
     train,
     trained,
 )
 from tests.properties.marks import QUIET
 from tests.subject import by_hand, refused
-from tests.table import Variant, same_bits, sm3_by_rows
+from tests.table import Variant, same_bits, sm3_by_rows, through_a_file
 
 pytestmark = QUIET
 

@@ -120,19 +120,6 @@ def test_rows_are_forgotten(name: str):
             assert before[key][rows].any()
 
 
-@each_optimizer
-def test_checkpoints_keep_the_shape_of_rows(name: str):
-    ours, param = make(name, torch.ones(9, 7), mask=MASK)
-    param.grad = torch.ones(9, 7)
-    ours.step()
-    again, other = make(name, param.detach(), mask=MASK)
-    again.load_state_dict(ours.state_dict())
-    other.grad = param.grad
-    ours.step()
-    again.step()
-    assert same_bits(param, other)
-
-
 def test_packed_checkpoints_change_between_int8_and_float():
     """As dense ones do: codes have a scale for each row of the parameter."""
     for first, second in (("AdamW int8", "AdamW"), ("AdamW", "AdamW int8")):

@@ -13,7 +13,7 @@ from torch import Tensor
 import sparsestep
 from tests.optim import transcriptions
 from tests.optim.transcriptions import COLUMNS, ROWS, STEPS, Gradients, Result, Table, start
-from tests.table import ENGINES, each_engine, running_on, saved_state
+from tests.table import ENGINES, each_engine, running_on
 
 ADAM = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3}
 ROOT = {"lr": 0.1, "eps": 1e-3}
@@ -41,20 +41,6 @@ TRANSCRIPTIONS: dict[str, Callable[..., Result]] = {
     "Lion": transcriptions.lion,
     "Ftrl": transcriptions.ftrl,
 }
-# Classes of torch's, and options that select another formula.
-TORCHS: list[tuple[str, dict[str, Any]]] = [
-    ("Adagrad", {**ROOT, **COUPLED, "lr_decay": 0.3, "initial_accumulator_value": 0.5}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.4}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    ("RMSprop", {**ROOT, "alpha": 0.9, "centered": True, "momentum": 0.9}),
-    ("RAdam", ADAM),
-    ("RAdam", {**ADAM, **COUPLED, "betas": (0.8, 0.5)}),  # is never rectified
-    ("RAdam", {**ADAM, "betas": (0.9, 0.0)}),
-    ("RAdam", {**ADAM, **DECOUPLED, "betas": (0.9, 0.999)}),
-    ("Adam", ADAM),
-    ("Adam", {**ADAM, **COUPLED, "amsgrad": True}),
-    ("AdamW", {**ADAM, **COUPLED}),
-]
 # Dense gradients or sparse ones, maximized or not, wide or not: each pair once.
 PAIRS = [
     (False, False, torch.float64),
@@ -90,36 +76,6 @@ def test_steps_are_what_was_published(name: str, options: dict[str, Any], engine
         assert opt.state[param].keys() - {"step"} == kept.keys()
         for ours, theirs in ((param, table), *((opt.state[param][k], kept[k]) for k in kept)):
             assert agree(ours, theirs, PRECISION[dtype]), (dense, maximize, dtype)
-
-
-@each_engine
-@pytest.mark.parametrize(
-    "sparse", [{0, 1}, {0}, {1}], ids=["sparse", "sparse first", "dense first"]
-)
-@pytest.mark.parametrize(("name", "options"), TORCHS, ids=named)
-def test_gradients_of_all_rows_are_torchs_dense_ones(
-    name: str, options: dict[str, Any], sparse: set[int], engine: str
-):
-    """Sparse ones, or alternating with dense ones: they share one state."""
-    gradients = Gradients(dense=True)
-    params = [torch.nn.Parameter(torch.from_numpy(start())) for _ in range(2)]
-    addresses: dict[str, int] = {}
-    with running_on(engine) as running:
-        ours = getattr(sparsestep, name)(params[:1], engine=running, **options)
-        theirs = getattr(torch.optim, name)(params[1:], **options)
-        for step in range(2 * STEPS):
-            grad = gradients.tensor(step % STEPS)
-            params[0].grad, params[1].grad = grad.to_sparse(1) if step % 2 in sparse else grad, grad
-            ours.step()
-            theirs.step()
-            now = {key: value.data_ptr() for key, value in ours.state[params[0]].items()}
-            assert now == (addresses or now)
-            addresses = now
-    torch.testing.assert_close(*params, rtol=1e-12, atol=1e-12)
-    mine, other = saved_state(ours, params[0]), theirs.state[params[1]]
-    assert mine.keys() == other.keys()
-    for key, value in other.items():
-        torch.testing.assert_close(mine[key], value, rtol=1e-12, atol=1e-12)
 
 
 def test_torchs_kernel_has_the_numbers_of_the_rule_under_another_default_dtype():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -27,8 +26,9 @@ from sparsestep.grads.masks import PackedMask
 from sparsestep.memory.lazy import SavedByRow, rows_in_use, saved_by_row, strided
 from sparsestep.optim import param_groups
 from sparsestep.optim import state as states
-from tests.optim.own_rules import seeded, through_a_file
+from tests.optim.own_rules import seeded
 from tests.optim.test_int8 import LARGEST
+from tests.processes import run_python
 from tests.subject import refused
 from tests.table import (
     COUNTERPARTS,
@@ -43,6 +43,7 @@ from tests.table import (
     sm3_by_rows,
     state_of,
     state_tensors,
+    through_a_file,
 )
 from tests.torch_versions import loads_sparse_tensors
 
@@ -651,10 +652,7 @@ print("ok")
 @loads_sparse_tensors
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_new_tokens_take_kilobytes_of_a_file_and_of_memory():
-    done = subprocess.run(
-        [sys.executable, "-c", NEW_TOKENS], capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "ok\n", done.stderr
+    assert run_python("-c", NEW_TOKENS) == "ok\n"
 
 
 # Also with state that is not lazy in memory, because it begins with another value than zero.

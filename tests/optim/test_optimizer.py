@@ -23,14 +23,7 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optim import OPTIMIZERS
 from tests.subject import refused
-from tests.table import (
-    FEW,
-    each_engine,
-    running_on,
-    same_bits,
-    state_tensors,
-    steps_of,
-)
+from tests.table import FEW, each_engine, running_on, same_bits, state_tensors, steps_of
 
 
 def coo(rows: list[int], shape: tuple[int, ...], value: float = 1.0) -> torch.Tensor:
@@ -294,3 +287,12 @@ def test_lazy_parameters_get_their_state_with_the_first_step(cls: Any):
     other.step()
     assert all(map(same_bits, model.parameters(), plain))
     assert [each.shape for each in opt.explain()] == [(3, 4), (3,)]
+
+
+def test_a_value_that_stays_in_a_tensor_with_gaps():
+    """With a learning rate of zero FTRL keeps its sum; torch copies no tensor onto itself."""
+    param = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64)[::2])
+    optimizer = sparsestep.Ftrl([param], lr=torch.tensor(0.0), engine="reference")
+    param.grad = torch.randn(1, dtype=torch.complex64)
+    optimizer.step()
+    assert bool(param.isfinite().all())

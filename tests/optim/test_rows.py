@@ -10,16 +10,8 @@ from torch import Tensor
 
 import sparsestep
 from sparsestep.errors import InputError
-from tests.subject import refused
-from tests.table import (
-    EVERY,
-    WITH_DENSE,
-    Variant,
-    each_engine,
-    running_on,
-    same_bits,
-    snapshot,
-)
+from tests.subject import Snapshot, Subject, refused
+from tests.table import EVERY, WITH_DENSE, Variant, each_engine, running_on, same_bits
 
 # Rows that catch up
 
@@ -132,15 +124,15 @@ def test_state_of_forgotten_rows_is_initial_and_that_of_others_stays():
     for variant in EVERY:
         param, opt = trained(variant, [[0, 1, 2], [1, 1, 5]])
         fresh, begun = trained(variant, [[3], [3]])  # others are as in the beginning
-        before = snapshot(opt)
+        before = Snapshot(Subject(opt))
         opt.forget(param, torch.tensor([[1], [5], [1]]))
-        assert same_bits(param, before[0])
+        assert same_bits(param, before.params[0])
         for name, value in opt.state[param].items():
             if name == "step":
-                assert value == before[1][name]
+                assert value == before.state[0][name]
                 continue
             for row in range(ROWS):
-                kept = begun.state[fresh][name] if row in (1, 5) else before[1][name]
+                kept = begun.state[fresh][name] if row in (1, 5) else before.state[0][name]
                 assert same_bits(value[row], kept[row]), (variant, name, row)
 
 

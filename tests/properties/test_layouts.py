@@ -9,20 +9,15 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.masked import masked_tensor
 
 import sparsestep
+from sparsestep import IndexedGrad, functional
 from tests.generate.cases import each_case
 from tests.generate.layouts import Entries
 from tests.properties.marks import QUIET
 from tests.subject import Snapshot, by_hand
-from tests.table import (
-    DTYPES,
-    PLAIN,
-    Variant,
-    on_each_engine,
-    randn,
-    running_on,
-)
+from tests.table import DTYPES, PLAIN, Variant, each_engine, on_each_engine, randn, running_on
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
 
@@ -93,3 +88,41 @@ def test_large_gradients_in_every_layout(variant: Variant):
         for layout, (grad, mask) in stored.items():
             run = by_hand(variant, "native", randn(shape)).take(grad, mask)
             assert run.same_as(first), layout
+
+
+@each_of_a_few
+@each_engine
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)], ids=str)
+def test_a_parameter_without_elements(variant: Variant, engine: str, shape: tuple[int, int]):
+    nothing = torch.zeros(0, dtype=torch.int64)
+    zeros = torch.zeros(shape)
+    with running_on(engine) as name:
+        for grad in (
+            zeros.to_sparse_csr(),
+            zeros.to_sparse_csc(),
+            zeros.to_sparse_bsr((2, 2)),
+            zeros.to_sparse_bsc((1, 4)),
+            masked_tensor(zeros.to_sparse_coo(), (zeros > 0).to_sparse_coo()),
+            IndexedGrad(nothing, torch.zeros(0), 0, 1),
+            IndexedGrad(nothing, torch.zeros(0, 3), 3, 0, nothing),
+        ):
+            run = by_hand(variant, name, zeros).take(grad)
+            assert run.tensors[0].shape == shape
+
+
+@pytest.mark.parametrize("name", ["csr", "csc", "torch.sparse_bsr (2, 2)", "masked csr"])
+def test_what_torch_does_not_let_one_assign(name: str):
+    """If this fails, torch has become more generous, and the documentation should say so."""
+    stored = Entries.random((6, 8), (2, 2), 0.4, seed=0).stored(torch.float32)
+    param = torch.nn.Parameter(torch.zeros(6, 8))
+    with pytest.raises(RuntimeError, match="attempting to assign a gradient"):
+        param.grad = stored[name][0]
+
+
+def test_batches_of_compressed_matrices():
+    dense = torch.zeros(3, 2, 4)
+    dense[[0, 1, 1, 2, 0, 2], [1, 0, 1, 1, 0, 1], [2, 0, 3, 1, 1, 3]] = torch.arange(1.0, 7.0)
+    for grad in (dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse_bsc((2, 1))):
+        param = torch.zeros(dense.shape)
+        functional.sgd_(param, grad, lr=1.0)
+        assert torch.equal(param, -dense), grad.layout

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor
 import sparsestep
 from sparsestep import InputError
 from sparsestep.optim.optimizer import RuleOptimizer
+from tests.fuzz.findings import check_refusal
 from tests.generate.cases import each_case
-from tests.generate.garbage import Handed, any_garbage, bad_state, broken
+from tests.generate.garbage import VALUES, Handed, Wrapper, any_garbage, bad_state, broken, ids
 from tests.generate.grads import any_grad
 from tests.generate.params import any_param
 from tests.generate.source import DrawnSource
@@ -321,6 +323,118 @@ def test_any_garbage_is_refused_or_used(variant: Variant, case: tuple[Any, ...])
         subject.step()
     except InputError:
         assert same_bits(params[0], start)
+
+
+# Any argument that makes no sense: it is refused, or used
+
+
+def check_refused_or_used(
+    call: Callable[[], Any], written: list[Tensor], note: str, torchs: type | None = None
+) -> None:
+    """``torchs`` is the error that torch's own function raises: then its words are right, too."""
+    before = [tensor.detach().clone() for tensor in written]
+    try:
+        call()
+    except Exception as error:
+        if type(error) is not torchs:
+            check_refusal(error, note)
+        assert all(map(same_bits, written, before)), note
+
+
+def error_of(call: Callable[[], Any]) -> type[BaseException] | None:
+    try:
+        call()
+    except Exception as error:
+        return type(error)
+    return None
+
+
+@pytest.mark.parametrize("cls", FUNCTIONS, ids=lambda cls: cls.__name__)
+def test_arguments_of_functions(cls: type[RuleOptimizer]):
+    function, variant = FUNCTIONS[cls], Variant(cls, {})
+    known: Any = function.__kwdefaults__
+    for name, value in product(known, VALUES):
+        tensors = {"param": randn(SHAPE), **fresh_state(variant, randn(SHAPE))}
+        given = {**known, **tensors, "grad": coo([1]), "step": 1, name: value}
+        note = f"{function.__name__}: {name} = {value!r}"
+        check_refused_or_used(partial(function, **given), list(tensors.values()), note)
+
+
+THINGS: list[Any] = [
+    *(None, "x", 3, [1, 2], {}, torch.zeros(2), torch.zeros(2, 2, 2, dtype=torch.int64)),
+    *(torch.zeros(2, dtype=torch.int64, device="meta"), ids(5, 0, 2), ids(-1), ids(2**40)),
+    *(torch.eye(2, dtype=torch.int64).to_sparse_coo(), torch.tensor(2.5), ids(), ids(1) > 0),
+]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_arguments_of_lookups(last: bool):
+    bag = sparsestep.nn.EmbeddingBag(7, 3, mode="sum", include_last_offset=last)
+    rows, offsets = ids(1, 2, 6), ids(0, 1, 3)[: 2 + last]
+    for table, given in (
+        (bag, {"input": rows, "offsets": offsets, "per_sample_weights": torch.ones(3)}),
+        (sparsestep.nn.Embedding(7, 3), {"input": rows}),
+    ):
+        for name, value in product(given, THINGS):
+            call = partial(table, **{**given, name: value})
+            check_refused_or_used(call, [table.weight], f"{name} = {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("clip_grad_norm_", ["max_norm", "norm_type"]), ("clip_grad_value_", ["clip_value"])],
+)
+def test_arguments_of_clipping(name: str, numbers: list[str]):
+    no_params: list[Any] = [None, 3, "x", {}, [None], [3], iter(())]
+    wrong = [*product(["parameters"], no_params), *product(numbers, [*VALUES, torch.tensor(1.0)])]
+    for key, value in wrong:
+        dense, sparse = (torch.nn.Parameter(torch.zeros(SHAPE)) for _ in range(2))
+        dense.grad, sparse.grad = torch.ones(SHAPE), coo([1, 1])
+        given = {"parameters": [dense], numbers[0]: 0.5, key: value}
+        torchs = error_of(partial(getattr(torch.nn.utils, name), **given))
+        given = {"parameters": [dense, sparse], numbers[0]: 0.5, key: value}
+        call, values = partial(getattr(sparsestep, name), **given), [sparse.grad._values()]
+        check_refused_or_used(call, values, f"{key} = {value!r}", torchs)
+
+
+def wrong_params() -> dict[str, Any]:
+    leaf = torch.nn.Parameter(torch.ones(2, 2))
+    return {
+        "None": None,
+        "a number": 3,
+        "a string": "x",
+        "nothing": [],
+        "an empty dict": {},
+        "[None]": [None],
+        "a list in a list": [[leaf]],
+        "a tensor": leaf,
+        "a dict": {"params": leaf},
+        "a set": {leaf},
+        "an empty group": [{}],
+        "a group without params": [{"lr": 1}],
+        "a group of None": [{"params": None}],
+        "no leaf": [leaf * 2],
+        "a sparse one": [leaf.detach().to_sparse_coo()],
+        "integers": [torch.zeros(2, dtype=torch.int64)],
+        "bools": [torch.zeros(2, dtype=torch.bool)],
+        "meta": [torch.zeros(2, device="meta")],
+        "a wrapper": [Wrapper(torch.zeros(2, 2))],
+        "expanded": [torch.zeros(()).expand(3)],
+        "twice in two groups": [{"params": [leaf]}, {"params": [leaf]}],
+        "some with names": [("a", leaf), leaf],
+        "one name twice": [("a", leaf), ("a", torch.zeros(2))],
+    }
+
+
+@pytest.mark.parametrize("variant", PLAIN, ids=str)
+def test_arguments_of_constructors(variant: Variant):
+    for make in (variant.cls, by_hand_class(variant.cls)):
+        for kind, params in wrong_params().items():
+            check_refused_or_used(partial(make, params), [], f"params = {kind}")
+        names = inspect.signature(variant.cls).parameters.keys() - {"params"}
+        for name, value in product([*sorted(names), "unknown_keyword"], VALUES):
+            call = partial(make, [torch.zeros(2)], **{name: value})
+            check_refused_or_used(call, [], f"{name} = {value!r}")
 
 
 # Others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import sparsestep
 from tests.deferred.runs import assert_close, each_kind, kept, on_both_engines, room_for
 from tests.generate.cases import Case, cases, each_case
 from tests.generate.grads import Drawn, coo, strided
@@ -22,6 +24,8 @@ from tests.table import (
     FEW,
     INSTRUCTION_SETS,
     PLAIN,
+    STATEFUL,
+    WITH_DENSE,
     Variant,
     each_variant,
     on_each_engine,
@@ -29,6 +33,7 @@ from tests.table import (
     same_bits,
     state_tensors,
     steps_of,
+    through_a_file,
 )
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
@@ -36,9 +41,10 @@ CONSTRAINTS = st.sampled_from([{"max_norm": 1.0}, {"max_norm": 0.01}, {"normaliz
 
 
 def constrained(case: Case, more: dict[str, Any]) -> Case:
-    """The case with a constraint, if its parameters have rows."""
+    """The case with more options; with a constraint, if its parameters have rows."""
     has_rows = all(values.dim() > 1 for values in case.start)
-    return replace(case, options={**case.options, **more}) if has_rows else case
+    usable = has_rows or not {"max_norm", "normalize"} & more.keys()
+    return replace(case, options={**case.options, **more}) if usable else case
 
 
 @on_each_engine(EVERY)
@@ -136,9 +142,11 @@ def dense(drawn: Drawn | None) -> Drawn | None:
 
 @each_kind
 @on_both_engines
-@each_case(case=cases(max_steps=5, dtypes={torch.float64: 1}))
+@each_case(case=cases(max_steps=5, dtypes={torch.float64: 3, torch.complex128: 1}))
 def test_a_deferred_run_is_the_dense_run(variant: Variant, engine: str, case: Case):
     """0-d to 4-d, empty, any layout, gradients that hold nothing, or none at all; two groups."""
+    if not case.applies(variant):
+        return
     deferred = Variant(variant.cls, {**variant.options, "semantics": "dense"})
     with running_on(engine) as name:
         ours, theirs = case.subject(deferred, name), case.subject(variant, name)
@@ -181,44 +189,96 @@ def test_bits_do_not_depend_on_threads_or_instruction_set(
         assert other.same_as(results[0])
 
 
-@each_variant
-@each_case(examples=8, case=cases(exact=False, max_steps=3))
-def test_copies_continue_with_the_same_bits(variant: Variant, case: Case):
-    """Deep copies, and what comes out of a pickle."""
-    if not case.applies(variant):
+ROUNDED = {"stochastic_rounding": True, "rounding_seed": 3}
+CODED = {"state_dtype": torch.int8, "rounding_seed": 1}
+# A rule, and options that change what state there is, or when it is written.
+KEPT: list[tuple[Variant, dict[str, Any]]] = [
+    *((variant, {}) for variant in EVERY),
+    *((Variant(cls, {}), {"semantics": "dense"}) for cls in WITH_DENSE),
+    *(
+        (variant, {**more, "engine": engine})
+        for variant in STATEFUL
+        if variant.cls in (sparsestep.SGD, sparsestep.Adam, sparsestep.RowwiseAdam)
+        for more in (CODED, {"state_dtype": torch.bfloat16, "stochastic_rounding": True})
+        for engine in ("auto", "reference")
+    ),
+    *(
+        (Variant(cls, {"dense": "elementwise"}), more)
+        for cls in (sparsestep.RowwiseAdagrad, sparsestep.RowwiseAdam)
+        for more in ({}, CODED)
+    ),
+    (Variant(sparsestep.Adam, {}), {"max_norm": 0.5}),
+    (Variant(sparsestep.AdamW, {}), {"semantics": "dense", "engine": "reference"}),
+]
+
+
+@pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
+@pytest.mark.parametrize(("variant", "more"), KEPT, ids=str)
+@each_case(examples=8, case=cases(exact=False, max_steps=3), masked=st.booleans())
+def test_copies_and_checkpoints_continue_with_the_same_bits(
+    variant: Variant, more: dict[str, Any], case: Case, masked: bool
+):
+    """Deep copies, what comes out of a pickle, and a new optimizer that loads a file."""
+    is_complex = case.start[0].is_complex()
+    if not case.applies(variant) or (is_complex and "state_dtype" in more):
         return
-    subject = case.subject(variant, "auto")
+    engine, more = more.get("engine", "auto"), {k: v for k, v in more.items() if k != "engine"}
+    case, masked = constrained(case, more), masked and "semantics" not in more
+    torch.manual_seed(1)  # of rounding at random
+    subject = case.subject(variant, engine, masked=masked)
+    torch.manual_seed(2)
     for drawn in case.steps:
         subject.give(drawn)
         subject.step()
         subject.give([None] * len(drawn))
-        copies = [subject.copy()]
+        loaded = case.subject(variant, engine)
+        loaded.front.load_state_dict(through_a_file(subject.front.state_dict()))
+        for (_, _, ours), (_, _, theirs) in zip(loaded.each(), subject.each(), strict=True):
+            ours.data.copy_(theirs.data)
+        copies = [subject.copy(), loaded]
         if not case.by_hand:
             copies.append(Subject(pickle.loads(pickle.dumps(subject.front))))
         for each in (subject, *copies):
             each.give(case.steps[0])
             each.step()
+            each.optimizer.catch_up()
         for other in copies:
             assert other.same_as(subject)
             assert other.optimizer.engine == subject.optimizer.engine
 
 
-@on_each_engine(FEW)
-def test_bits_do_not_depend_on_how_many_share_a_large_step(variant: Variant, engine: str):
+# A rule, the dtype of the parameter, its columns, and options.
+LARGE = [
+    *((variant, torch.float32, 24, {}) for variant in FEW),
+    *(
+        (Variant(cls, {}), half, 8, {"state_dtype": half, **ROUNDED})
+        for cls in (sparsestep.SparseAdam, sparsestep.RowwiseAdagrad, sparsestep.Ftrl)
+        for half in (torch.bfloat16, torch.float16)
+    ),
+    *((Variant(sparsestep.Adam, {}), torch.float32, n, CODED) for n in (1, 64, 513, 1500)),
+]
+
+
+@pytest.mark.parametrize(("variant", "dtype", "columns", "more"), LARGE, ids=str)
+def test_bits_do_not_depend_on_how_many_share_a_large_step(
+    variant: Variant, dtype: torch.dtype, columns: int, more: dict[str, Any]
+):
     """Large enough for buckets, several chunks, a long chain and every thread."""
     generator = torch.Generator().manual_seed(0)
-    indices = torch.randint(0, 5000, (1, 40_000), generator=generator)
-    indices[0, torch.randint(0, 40_000, (15_000,), generator=generator)] = 4321
-    values = torch.randn(40_000, 24, generator=generator)
-    results = []
-    with running_on(engine) as name:
-        for threads in (1, 2, 3, 8):
+    count, rows = (40_000, 5_000) if columns < 64 else (700, 40)
+    indices = torch.randint(0, rows, (1, count), generator=generator)
+    indices[0, torch.randint(0, count, (count * 3 // 8,), generator=generator)] = rows - 7
+    values = torch.randn(count, columns, generator=generator).to(dtype)
+    for engines in ([*INSTRUCTION_SETS], ["reference"]):
+        results = []
+        for engine, threads in product(engines, (1, 2, 3, 8)):
             torch.set_num_threads(threads)
-            param = torch.nn.Parameter(torch.ones(5000, 24))
-            opt = variant([param], lr=0.1, engine=name)
-            param.grad = torch.sparse_coo_tensor(indices, values, param.shape)
-            opt.step()
-            opt.step()
+            param = torch.nn.Parameter(torch.ones(rows, columns, dtype=dtype))
+            with running_on(engine) as name:
+                opt = variant([param], lr=0.1, engine=name, **more)
+                param.grad = torch.sparse_coo_tensor(indices, values, param.shape)
+                opt.step()
+                opt.step()
             results.append([param.detach(), *state_tensors(opt)])
-    for other in results[1:]:
-        assert all(map(same_bits, results[0], other))
+        for other in results[1:]:
+            assert all(map(same_bits, results[0], other))

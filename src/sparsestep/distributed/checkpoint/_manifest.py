@@ -81,13 +81,12 @@ def _sealed(version: int, body: Any) -> bytes:
 def read(folder: Path) -> ShardManifest:
     """Read the manifest; raises if there is none, it is damaged, or of another version."""
     path = folder / NAME
-    try:
-        raw = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    if not path.is_file():  # to open a pipe would wait forever
         requirement = (
             f"load: {str(folder)!r} must be a folder that sparsestep.distributed.save wrote"
         )
-        raise InputError(message(requirement, f"no file {NAME}")) from None
+        raise InputError(message(requirement, f"no file {NAME}"))
+    raw = path.read_bytes()
     try:
         document = json.loads(raw)
         version = document["version"]
