@@ -226,7 +226,7 @@ def draw_ngram_memory() -> None:
         fontsize=9.5,
     )
     by_rows.set_xscale("log")
-    by_rows.set_ylim(bottom=0)
+    by_rows.set_ylim(0, 1.2 * max(milliseconds))
     memory.set_title("megabytes", loc="left", fontsize=TEXT, fontweight="bold", color=INK)
     bars(
         memory,
