@@ -74,7 +74,10 @@ void test_loss() {
         parallel(2, 2, [](int64_t) { std::this_thread::sleep_for(milliseconds(200)); });
         check(available_threads(2) == 1, "threads: alone after a part that waited");
     }).join();
-    check(available_threads(2) == 2, "threads: each calling thread decides for itself");
+    // This thread may have lost in other tests, on a machine that is busy.
+    std::thread([] {
+        check(available_threads(2) == 2, "threads: each calling thread decides for itself");
+    }).join();
 }
 
 }  // namespace
