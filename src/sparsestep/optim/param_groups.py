@@ -171,7 +171,7 @@ def _read_settings(
         hyperparams[name] = value if name in own else options.as_floats(value)
     lr = group.get("lr", 0.0)
     if isinstance(lr, Tensor) and lr.numel() == 1 and "lr" in hyperparams:
-        lr = hyperparams["lr"] = lr.item()
+        lr = hyperparams["lr"] = options.as_number("lr", lr)
     decay = 0.0
     if "weight_decay" not in own:
         decay = float(options.as_float(group.get("weight_decay", 0.0)))
