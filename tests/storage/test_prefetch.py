@@ -72,6 +72,20 @@ def test_rows_are_read_in_the_background(tmp_path: Path):
     assert file.prefetched[1:].all()
 
 
+def test_a_step_may_add_state_files_while_they_are_read(tmp_path: Path):
+    file = file_of(mapped(tmp_path / "table", (100, 4)))
+    state = [file_of(mapped(tmp_path / name, (100, 4))) for name in ("exp_avg", "exp_avg_sq")]
+    first, second = state
+
+    def add_state_file(rows):
+        file.state_files["exp_avg_sq"] = second
+
+    first.prefetch = add_state_file
+    file.state_files["exp_avg"] = first
+    file.prefetch(torch.tensor([3]))
+    assert set(file.state_files) == {"exp_avg", "exp_avg_sq"}
+
+
 def test_a_process_may_end_while_rows_are_read(tmp_path: Path):
     code = """if True:
         import sys, torch, sparsestep

@@ -221,8 +221,10 @@ class MappedFile(mmap.mmap):
         self.num_prefetched += _core.prefetch_rows(rows, *self.rows, base, self.prefetched)
         if self.num_prefetched > _MAX_PREFETCHED:
             self._forget_prefetched()
-        for file in self.state_files.values():
-            file.prefetch(rows)
+        for reference in self.state_files.valuerefs():  # a copy: a step may add one meanwhile
+            file = reference()
+            if file is not None:
+                file.prefetch(rows)
 
     def _forget_prefetched(self) -> None:
         self.prefetched.zero_()
