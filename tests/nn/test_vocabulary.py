@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -354,3 +355,33 @@ def test_rows_know_the_strings_of_their_ids():
     with pytest.raises(RuntimeError, match="strings must be"):
         other.load_state_dict(wrong)
     assert other.strings == [None, "pink", "green", "blue", "white", None]
+
+
+@pytest.mark.parametrize("in_collection", [False, True])
+def test_a_signal_handler_may_use_the_vocabulary(in_collection: bool):
+    """One that saves a checkpoint, say: the lookup that it interrupts is repeated."""
+    vocabulary, saved, is_armed = Vocabulary(3, evict="lru"), [], []
+    collection = sparsestep.nn.EmbeddingBagCollection(
+        {"id": (3, 2)}, vocabularies={"id": vocabulary}
+    )
+
+    def init(values: Tensor) -> Tensor:
+        if is_armed:
+            is_armed.clear()
+            signal.raise_signal(signal.SIGUSR1)
+        return values.fill_(1.0)
+
+    def look_up(*numbers: int) -> None:
+        ids = batch(*numbers)
+        collection({"id": ids[:, None]}) if in_collection else vocabulary(ids)
+
+    vocabulary.attach(collection.tables["id"], init=init)
+    was = signal.signal(signal.SIGUSR1, lambda *_: saved.append(vocabulary.state_dict()))
+    try:
+        look_up(5, 6)
+        is_armed.append(True)
+        look_up(6, 7)
+    finally:
+        signal.signal(signal.SIGUSR1, was)
+    assert saved[0]["ids"].tolist() == [0, 5, 6]
+    assert vocabulary.as_dict() == {7: 1, 6: 2}

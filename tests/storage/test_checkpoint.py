@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -509,3 +510,84 @@ def test_errors_that_torch_hides_are_raised_even_while_another_is_handled(tmp_pa
         patch.setattr(torch, "save", fail_at(torch.save, 2, hiding))
         with pytest.raises(OSError, match="space"):
             save_while_handling()
+
+
+# Saves and loads at the same time
+
+
+def test_a_folder_is_written_by_one_save_at_a_time(tmp_path: Path, monkeypatch):
+    """A signal handler that saves in the middle of a save, another thread or process."""
+    run, _ = saved_run(tmp_path)
+    before = run.now
+    write_rest = journal.write_rest
+
+    def interrupted(*args):
+        made = write_rest(*args)
+        with pytest.raises(InputError, match="one call at a time"):
+            run.save(extra="inner")
+        return made
+
+    monkeypatch.setattr(journal, "write_rest", interrupted)
+    run.save(extra="outer")
+    run.train()
+    assert run.load() == "outer"
+    assert same(before, run.now)
+
+
+@in_each_place
+@pytest.mark.parametrize("semantics", ["masked", "dense"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_signal_handler_may_save_in_the_middle_of_a_step(
+    is_first, semantics, in_rows, tmp_path: Path
+):
+    """The rows that the step goes on to write are in the next checkpoint."""
+    run = Run(tmp_path, in_rows=in_rows, semantics=semantics)
+    run.train()
+    if not is_first:
+        run.save()
+        run.train()
+    steps = []
+
+    def handler(*_: Any) -> None:
+        run.save(extra="handler")
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        if "sparsestep/optim" not in frame.f_code.co_filename:
+            return None
+        if frame.f_code.co_name in ("replay_step", "commit", "_commit") and not steps:
+            steps.append(frame.f_code.co_name)
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGUSR1)
+        return trace
+
+    was = signal.signal(signal.SIGUSR1, handler)
+    try:
+        sys.settrace(trace)
+        run.train()
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGUSR1, was)
+    assert steps
+    run.save(extra="after")
+    before = run.now
+    run.train()
+    assert run.load() == "after"
+    assert same(before, run.now)
+
+
+def test_a_checkpoint_is_replaced_while_it_is_loaded(tmp_path: Path, monkeypatch):
+    """Its files are gone: the new one is loaded."""
+    run, _ = saved_run(tmp_path)
+    now = run.now
+    check_sizes, saves = journal.check_sizes, []
+
+    def late(folder, manifest):
+        if not saves:
+            saves.append(run.save)
+            monkeypatch.setattr(checkpoint, "_is_base_due", lambda *_: True)
+            run.save(extra="new")
+        check_sizes(folder, manifest)
+
+    monkeypatch.setattr(journal, "check_sizes", late)
+    assert run.load() == "new"
+    assert same(now, run.now)

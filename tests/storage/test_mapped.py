@@ -212,11 +212,34 @@ def test_refused_arguments_leave_no_file_and_no_change(tmp_path: Path, monkeypat
             mapped(tmp_path / name, **{"shape": (ROWS, DIM), **wrong})
     with pytest.raises(sparsestep.InputError, match="where a row has room for none"):
         mapped(tmp_path / "plain", (ROWS, DIM), optimizer=adam)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(sparsestep.InputError, match="must be a file that mapped"):
+        mapped(tmp_path / "pipe", (ROWS, DIM))
     monkeypatch.setattr(sparsestep.memory.mapped_file, "ext", None)
     with pytest.raises(sparsestep.InputError, match="needs the compiled extension"):
         mapped(tmp_path / "new", (ROWS, DIM))
-    assert set(os.listdir(tmp_path)) == {"plain", "table"}
+    assert set(os.listdir(tmp_path)) == {"pipe", "plain", "table"}
     assert not table.any()
+
+
+@pytest.mark.parametrize("path", ["", None, 3, b"table", "a\0b", ["table"]])
+def test_refused_paths(path, tmp_path: Path, monkeypatch):
+    """The empty one would be the current folder."""
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    opt = sparsestep.Adam(model.parameters())
+    calls = {
+        "mapped": lambda: mapped(path, (ROWS, DIM)),
+        "save": lambda: sparsestep.storage.save(path, model, opt),
+        "load": lambda: sparsestep.storage.load(path, model, opt),
+        "distributed": lambda: sparsestep.distributed.save(path, model, opt),
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            sparsestep.InputError, match=f"^{name}: path must".replace("distributed", "save")
+        ):
+            call()
+    assert not os.listdir(tmp_path)
 
 
 @in_each_place

@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from sparsestep.memory.formats import HEADER_BYTES
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import mapped, prefetch, prefetching
-from tests.storage.training import adam, embedding, in_each_place, table_in, train
+from tests.storage.training import adam, embedding, in_each_place, raising, table_in, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,6 +87,70 @@ def test_a_step_may_add_state_files_while_they_are_read(tmp_path: Path):
     assert set(file.state_files) == {"exp_avg", "exp_avg_sq"}
 
 
+def finish_requests() -> None:
+    """Wait until the thread has handled all requests: it takes them in order."""
+    handled = threading.Event()
+
+    class Last:
+        def prefetch(self, rows):
+            handled.set()
+
+    thread().submit(Last(), torch.tensor([0]))
+    assert handled.wait(60)
+
+
+def thread():
+    return importlib.import_module("sparsestep.storage.mapped")._thread
+
+
+def test_a_request_that_raises_is_reported_and_the_next_ones_are_served(tmp_path, monkeypatch):
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: reported.append(args.exc_value))
+    table, other = (mapped(tmp_path / name, (100, 4)) for name in ("table", "other"))
+    monkeypatch.setattr(file_of(table), "prefetch", raising(MemoryError), raising=False)
+    table.prefetch(torch.tensor([1]))
+    other.prefetch(torch.tensor([2]))
+    finish_requests()
+    assert [type(each) for each in reported] == [MemoryError]
+    assert file_of(other).num_prefetched == 1
+
+
+def test_a_thread_that_has_died_or_never_started_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    table = mapped(tmp_path / "table", (100, 4))
+    with monkeypatch.context() as broken:
+        broken.setattr(file_of(table), "prefetch", raising(SystemExit), raising=False)
+        table.prefetch(torch.tensor([1]))
+        thread()._thread.join(60)
+    with monkeypatch.context() as broken:
+        broken.setattr(threading.Thread, "start", raising(RuntimeError, "can't start new thread"))
+        with pytest.raises(RuntimeError, match="can't start"):
+            table.prefetch(torch.tensor([1]))
+    table.prefetch(torch.tensor([1]))
+    finish_requests()
+    assert file_of(table).num_prefetched == 1
+
+
+def test_an_exit_handler_may_prefetch(tmp_path: Path):
+    """This one runs after those of the package, when Python 3.12 starts no thread any more."""
+    code = """if True:
+        import atexit, sys
+        atexit.register(lambda: table.prefetch(torch.tensor([3])) or print("ok"))
+        import torch, sparsestep
+        table = sparsestep.storage.mapped(sys.argv[1], (1000, 64))
+        table.prefetch(torch.tensor([3]))
+    """
+    assert run_alone(code, tmp_path / "table") == "ok\n"
+
+
+def run_alone(code: str, path: Path) -> str:
+    """Run a program with a path; returns what it prints."""
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 def test_a_process_may_end_while_rows_are_read(tmp_path: Path):
     code = """if True:
         import sys, torch, sparsestep
@@ -94,9 +159,7 @@ def test_a_process_may_end_while_rows_are_read(tmp_path: Path):
             table.prefetch(torch.randint(100_000, (10_000,)))
         print("ok")
     """
-    command = [sys.executable, "-c", code, str(tmp_path / "table")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")
+    assert run_alone(code, tmp_path / "table") == "ok\n"
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])

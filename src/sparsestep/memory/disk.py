@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from sparsestep._process import uninterrupted
-from sparsestep.errors import message
+from sparsestep.errors import InputError, message
 
 try:
     import fcntl as _fcntl
@@ -34,6 +34,7 @@ _CHUNK_BYTES = 16 << 20
 
 # Errors of file systems without locks, without hard links, and without reserved blocks.
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
+_NO_LOCKS |= {errno.EBADF}  # NFS locks no folders
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 _NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -65,6 +66,38 @@ def lock(descriptor: int) -> bool:
     return True
 
 
+class FolderLock:
+    """A lock on a folder; a context manager that yields whether it could be taken.
+
+    Only one thread gets it at a time; nor does a signal handler get that of its own thread.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder, self._descriptor = folder, -1
+
+    def __enter__(self) -> bool:
+        if fcntl is None:
+            return True
+        uninterrupted(self._open)  # or its descriptor might stay open
+        return lock(self._descriptor)
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self._folder, os.O_RDONLY)
+
+    def __exit__(self, *_: object) -> None:
+        uninterrupted(self._close)
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked process has it open, too
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self._close()
+
+
 def lock_holder(descriptor: int) -> str:
     """Describe the process that holds the lock of a file, as far as the system tells."""
     about = os.fstat(descriptor)
@@ -83,6 +116,19 @@ def lock_holder(descriptor: int) -> str:
 
 
 # Files and their names
+
+
+def checked_path(who: str, path: Any) -> str:
+    """Return a path that a user names; refuses other objects and the empty path."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise InputError(message(f"{who}: path must be a str or os.PathLike", repr(path)))
+    found = str(os.fspath(path))
+    if "\0" in found:
+        raise InputError(message(f"{who}: path must not contain null characters", repr(path)))
+    if not found:
+        requirement = f"{who}: path must not be empty"
+        raise InputError(message(requirement, repr(path), "The current folder is '.'"))
+    return found
 
 
 @contextmanager

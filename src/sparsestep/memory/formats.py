@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import stat
 import typing
 import zlib
 from collections.abc import Iterable, Mapping
@@ -282,8 +283,9 @@ class FileHeader(NamedTuple):
 
 def read_header(path: str, descriptor: int) -> FileHeader:
     """Read the header of a file; raises if it is another's, damaged, or of a newer version."""
-    page = os.pread(descriptor, HEADER_BYTES, 0)
-    size = os.fstat(descriptor).st_size
+    about = os.fstat(descriptor)
+    size = about.st_size
+    page = os.pread(descriptor, HEADER_BYTES, 0) if stat.S_ISREG(about.st_mode) else b""
     if not page.startswith(_MAGIC):
         requirement = f"{path} must be a file that mapped() has created, or not exist yet"
         raise InputError(message(requirement, f"another of {size:,} bytes", "Choose another path"))

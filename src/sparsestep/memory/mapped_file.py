@@ -88,6 +88,8 @@ class MappedFile(mmap.mmap):
     dirty_rows: Tensor | None = None
     # The table's version counter after the last write that was announced.
     version: int | None = None
+    # Whether rows are about to be written: a signal handler that saves them leaves them marked.
+    is_being_written: bool = False
     # The id of the checkpoint that has its rows, except for the dirty ones.
     saved_in: str | None = None
     # State in its rows that is still to be zeroed; None outside of `postponed_clearing`.
@@ -434,6 +436,7 @@ def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> 
     for each in dict.fromkeys((file, *map(file_of, state))):
         if each is not None:
             each.reserve(rows)
+    file.is_being_written = True
     if file.dirty_rows is not None:
         file.mark(None if file.was_modified(param) else rows)
 
@@ -444,6 +447,7 @@ def written(params: Iterable[Tensor]) -> None:
         file = file_of(param)
         if file is not None:
             file.version = version_of(param)
+            file.is_being_written = False
 
 
 # State of parameters in files: in their rows, if these have room, or in files next to them

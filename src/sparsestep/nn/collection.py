@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.types import Device
 
-from sparsestep._process import uninterrupted
 from sparsestep.errors import InputError, memory_errors, message
 from sparsestep.nn.embedding import EmbeddingBag, Mode
 from sparsestep.nn.fuse import fuse_module, reason_not_fusible
@@ -19,7 +17,13 @@ from sparsestep.nn.graph import embed_in_graph, fit_graph
 from sparsestep.nn.grow import AnyOptimizer, Init
 from sparsestep.nn.interop import excluded_from_compile, replaced_in_graphs
 from sparsestep.nn.lookup import Lookup, bag_lookup, embed
-from sparsestep.nn.vocabulary import Vocabulary, commit_lookups, flat_ids, prepare_lookups
+from sparsestep.nn.vocabulary import (
+    PreparedLookup,
+    Vocabulary,
+    do_lookups,
+    flat_ids,
+    prepare_lookups,
+)
 
 Sizes = tuple[int, int]
 Tables = Sequence[Sizes | torch.nn.EmbeddingBag] | Mapping[str, Sizes | torch.nn.EmbeddingBag]
@@ -192,10 +196,17 @@ class EmbeddingBagCollection(torch.nn.Module):
             flat = [flat_ids(rows[n]) for n in places]
             for each in dict.fromkeys(vocabularies[n] for n in places):
                 locks.enter_context(each.lock)
-            found, prepared = prepare_lookups([vocabularies[n] for n in places], flat)
-            for n, each in zip(places, found, strict=True):
-                rows[n] = each.view(rows[n].shape).to(rows[n].device)
-            uninterrupted(partial(commit_lookups, prepared))
+
+            def prepare() -> tuple[list[Tensor], list[PreparedLookup]]:
+                found, prepared = prepare_lookups([vocabularies[n] for n in places], flat)
+                shaped = [
+                    each.view(rows[n].shape).to(rows[n].device)
+                    for n, each in zip(places, found, strict=True)
+                ]
+                return shaped, prepared
+
+            for n, each in zip(places, do_lookups(prepare), strict=True):
+                rows[n] = each
         begins, weights = ([each[n] for each in split] for n in (2, 3))
         return (rows, begins, weights), {}
 

@@ -64,6 +64,10 @@ class Claim(NamedTuple):
     number: int  # identifies the claim
 
 
+class LostClaimError(InputError):
+    """There was another call since a claim, which abandoned it."""
+
+
 _EVICTIONS: tuple[Evict, ...] = (None, "lru", "lfu")
 
 
@@ -127,7 +131,7 @@ class IdTable:
         """Raise if there was another call since a claim."""
         if not self._core.is_pending(claim.number):
             requirement = "Vocabulary: init must not use the vocabulary whose rows it initializes"
-            raise InputError(message(requirement, "a call from init"))
+            raise LostClaimError(message(requirement, "a call from init"))
 
     def commit(self, claim: Claim) -> None:
         """Make a claim final. Raises, changing nothing, if there was another call since."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from sparsestep.nn.id_table import (
     Evict,
     IdTable,
     IdTableSnapshot,
+    LostClaimError,
     Options,
     pack_state,
     unpack_state,
@@ -42,6 +43,8 @@ from sparsestep.nn.id_table import (
 from sparsestep.nn.interop import replaced_in_graphs
 from sparsestep.nn.strings import hash_strings, listed
 from sparsestep.optim.optimizer import RuleOptimizer
+
+Found = TypeVar("Found")
 
 
 class Attached:
@@ -203,8 +206,23 @@ def prepare_lookups(
     return rows, prepared
 
 
-def commit_lookups(prepared: Sequence[PreparedLookup]) -> None:
-    """Do all of them, or none if it raises."""
+def do_lookups(prepare: Callable[[], tuple[Found, Sequence[PreparedLookup]]]) -> Found:
+    """Prepare lookups, then do all of them, or none if it raises. The caller holds the locks."""
+    found, prepared = prepare()
+    try:
+        uninterrupted(partial(_commit, prepared))
+    except LostClaimError:  # maybe to a signal handler, which has saved a checkpoint
+
+        def repeat() -> Found:
+            found, prepared = prepare()
+            _commit(prepared)
+            return found
+
+        return uninterrupted(repeat)
+    return found
+
+
+def _commit(prepared: Sequence[PreparedLookup]) -> None:
     for each in prepared:
         each.check()
     for each in prepared:
@@ -424,11 +442,13 @@ class Vocabulary(nn.Module):
                 strings = listed(ids)
                 ids = hash_strings(strings)
             flat, given = flat_ids(ids), cast("Tensor", ids)
-            with self.lock:
+
+            def prepare() -> tuple[Tensor, list[PreparedLookup]]:
                 found = PreparedLookup(self, flat, strings)
-                rows = found.rows.view(given.shape).to(given.device)
-                uninterrupted(partial(commit_lookups, [found]))
-        return rows
+                return found.rows.view(given.shape).to(given.device), [found]
+
+            with self.lock:
+                return do_lookups(prepare)
 
     def fits_graph(self, ids: Tensor | Iterable[str]) -> bool:
         """Whether a graph of torch.compile can have this lookup."""

@@ -53,9 +53,10 @@ class MappedState:
     """The tensors of a model and its optimizer that lie in files, and everything else."""
 
     def __init__(self, model: nn.Module, optimizer: RuleOptimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._is_in_step = optimizer.is_busy  # and a signal handler saves
         optimizer.catch_up()
         optimizer.complete_state()
-        self._model, self._optimizer = model, optimizer
         self._tables: dict[MappedFile, _TableFiles] = {}
         self.tensors: dict[str, MappedTensor] = {}  # every tensor in files, by name
         self.rest: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
@@ -143,6 +144,8 @@ class MappedState:
             if file.dirty_rows is None:
                 rows = torch.Size([file.rows.total])
                 file.dirty_rows = lazy.zeros(rows, torch.bool, torch.device("cpu"))
+                if self._is_in_step or file.is_being_written:  # which rows was not noted
+                    file.mark(None)
         saved_in = [
             (file, manifest.id if self.is_laid_out_alike(manifest, name) else None)
             for name, file in self.files.items()
@@ -151,7 +154,8 @@ class MappedState:
         def note() -> None:
             for file, (tensor, _) in self._tables.items():
                 assert file.dirty_rows is not None
-                file.dirty_rows.zero_()
+                if not self._is_in_step and not file.is_being_written:
+                    file.dirty_rows.zero_()
                 file.version = version_of(tensor)
             for file, checkpoint in saved_in:
                 file.saved_in = checkpoint
@@ -375,7 +379,7 @@ def save(
 
     Raises:
         InputError: ``extra`` holds something else, or the folder has a manifest that is damaged or
-            of a newer release.
+            of a newer release, or another call is saving to it.
         OSError: for example, the disk is full. The previous checkpoint stays valid.
         MemoryError: memory ran out. The previous checkpoint stays valid.
 
@@ -394,19 +398,28 @@ def save(
         {'step': 2}
     """
     check_model_and_optimizer("save", model, optimizer)
+    folder = Path(os.path.abspath(disk.checked_path("save", path)))
     with memory_errors():
         _check_extra(extra)
-        folder = Path(os.path.abspath(path))
         folder.mkdir(parents=True, exist_ok=True)
-        before = journal.read_manifest(folder)
-        state = MappedState(model, optimizer)
-        try:
-            manifest = write(folder, before, state, {**state.rest, "extra": extra})
-            uninterrupted(partial(_commit, folder, manifest, state.prepare_note(manifest)))
-        except BaseException:
-            with suppress(Exception):  # whichever checkpoint is the latest now
-                journal.remove_others(folder, journal.read_manifest(folder))
-            raise
+        with disk.FolderLock(folder) as is_locked:
+            if not is_locked:
+                requirement = f"save: {folder} can be written by one call at a time"
+                remedy = "In a signal handler, set a flag, and save after the next step"
+                raise InputError(message(requirement, "another that has not returned", remedy))
+            _save(folder, model, optimizer, extra)
+
+
+def _save(folder: Path, model: nn.Module, optimizer: RuleOptimizer, extra: Any) -> None:
+    before = journal.read_manifest(folder)
+    state = MappedState(model, optimizer)
+    try:
+        manifest = write(folder, before, state, {**state.rest, "extra": extra})
+        uninterrupted(partial(_commit, folder, manifest, state.prepare_note(manifest)))
+    except BaseException:
+        with suppress(Exception):  # whichever checkpoint is the latest now
+            journal.remove_others(folder, journal.read_manifest(folder))
+        raise
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimizer) -> Any:
@@ -442,12 +455,23 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
         'before the first step'
     """
     check_model_and_optimizer("load", model, optimizer)
-    folder = Path(os.path.abspath(path))
-    with memory_errors(), Replacements() as replacements:
-        manifest = journal.read_manifest(folder)
-        if manifest is None:
-            requirement = f"{folder} must be a folder with a checkpoint of save()"
-            raise InputError(message(requirement, "a folder without one"))
+    folder = Path(os.path.abspath(disk.checked_path("load", path)))
+    with memory_errors():
+        while True:
+            manifest = journal.read_manifest(folder)
+            if manifest is None:
+                requirement = f"{folder} must be a folder with a checkpoint of save()"
+                raise InputError(message(requirement, "a folder without one"))
+            try:
+                return _load(folder, manifest, model, optimizer)
+            except InputError:
+                # Another process may have saved, and have removed the files of this checkpoint.
+                if journal.read_manifest(folder) == manifest:
+                    raise
+
+
+def _load(folder: Path, manifest: Manifest, model: nn.Module, optimizer: RuleOptimizer) -> Any:
+    with Replacements() as replacements:
         journal.check_sizes(folder, manifest)
         rest = journal.read_rest(folder, manifest.rest)
         with postponed_clearing(optimizer.params()):

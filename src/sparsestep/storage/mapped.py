@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -14,7 +15,9 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from sparsestep._process import fork_safe_lock
 from sparsestep.errors import InputError, message
+from sparsestep.memory import disk
 from sparsestep.memory.formats import RowField
 from sparsestep.memory.mapped_file import MappedFile, about_to_write, file_of, open_file, written
 from sparsestep.optim import state as states
@@ -130,6 +133,7 @@ def mapped(
         ...     os.listdir(folder), table.shape, table.stride()
         (['items'], torch.Size([1000, 64]), (192, 1))
     """
+    path = disk.checked_path("mapped", path)
     if not isinstance(dtype, torch.dtype):
         raise InputError(message("dtype must be a torch.dtype", repr(dtype)))
     sizes = [shape] if isinstance(shape, int) else list(shape)
@@ -213,21 +217,30 @@ class _PrefetchThread:
     """A thread that requests rows: a request waits while the queue of the disk is full."""
 
     def __init__(self) -> None:
+        self._lock = fork_safe_lock()
         self._requests: SimpleQueue[tuple[MappedFile, Tensor] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_ending = False
 
     def submit(self, file: MappedFile, rows: Tensor) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._read, daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._is_ending:  # called from an exit handler
+                return
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._read, daemon=True)
+                self._thread.start()
         self._requests.put((file, rows))
 
     def _read(self) -> None:
         while (request := self._requests.get()) is not None:
             file, rows = request
-            if not self._is_ending:
-                file.prefetch(rows)
+            try:
+                if not self._is_ending:
+                    file.prefetch(rows)
+            except Exception:  # reported like any other of a thread; the next request may work
+                threading.excepthook(
+                    threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread()))
+                )
             del file, rows, request  # or the last file would stay open
 
     def reset(self) -> None:
@@ -236,11 +249,11 @@ class _PrefetchThread:
 
     def stop(self) -> None:
         """Wait for the thread: it must not be in the core when the interpreter ends."""
-        self._is_ending = True
-        if self._thread is not None:
+        with self._lock:
+            self._is_ending = True
+        if self._thread is not None and self._thread.is_alive():
             self._requests.put(None)
             self._thread.join()
-        self.reset()
 
 
 _thread = _PrefetchThread()

@@ -44,6 +44,7 @@ from sparsestep.distributed.collectives import Caught, Collectives, new_group
 from sparsestep.distributed.shard import sharded_table
 from sparsestep.engines.base import finish
 from sparsestep.errors import InputError, message
+from sparsestep.memory import disk
 from sparsestep.memory.mapped_file import about_to_write, file_of, written
 from sparsestep.nn.grow import do_nothing
 from sparsestep.nn.id_table import Options
@@ -59,12 +60,7 @@ StrPath: TypeAlias = str | os.PathLike[str]
 
 def check_folder(who: str, path: StrPath) -> Path:
     """The folder that a user names."""
-    given: Any = path
-    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
-        raise InputError(message(f"{who}: path must be a str or os.PathLike", repr(given)))
-    if "\0" in os.fspath(given):
-        raise InputError(message(f"{who}: path must not contain null characters", repr(given)))
-    return Path(given)
+    return Path(disk.checked_path(who, path))
 
 
 # A model and its optimizer, by the names of the parameters
