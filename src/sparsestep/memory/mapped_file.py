@@ -143,6 +143,11 @@ class MappedFile(mmap.mmap):
         flat = torch.frombuffer(self, dtype=word, count=count, offset=HEADER_BYTES)
         return flat.view(self.rows.total, -1)
 
+    def live_state_files(self) -> list[MappedFile]:
+        """The files of state; a copy, because a step of another thread may add one meanwhile."""
+        references = self.state_files.valuerefs()
+        return [file for each in references if (file := each()) is not None]
+
     def is_in_use(self, name: str) -> bool:
         """Whether a tensor of this state lives."""
         return name in self._memory
@@ -223,10 +228,8 @@ class MappedFile(mmap.mmap):
         self.num_prefetched += _core.prefetch_rows(rows, *self.rows, base, self.prefetched)
         if self.num_prefetched > _MAX_PREFETCHED:
             self._forget_prefetched()
-        for reference in self.state_files.valuerefs():  # a copy: a step may add one meanwhile
-            file = reference()
-            if file is not None:
-                file.prefetch(rows)
+        for file in self.live_state_files():
+            file.prefetch(rows)
 
     def _forget_prefetched(self) -> None:
         self.prefetched.zero_()

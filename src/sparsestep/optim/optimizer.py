@@ -261,11 +261,6 @@ class RuleOptimizer(_Base):
         requirement = "the parameter must be one of this optimizer's"
         raise InputError(message(requirement, states.describe_other(param)))
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether this thread is in one of its calls: a signal handler has interrupted it."""
-        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]  # noqa: SLF001
-
     def optimizer_of(self, group: Mapping[str, Any]) -> RuleOptimizer:
         """Return the optimizer whose class a param group has; this one, unless it is mixed."""
         return self

@@ -53,10 +53,9 @@ class MappedState:
     """The tensors of a model and its optimizer that lie in files, and everything else."""
 
     def __init__(self, model: nn.Module, optimizer: RuleOptimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._is_in_step = optimizer.is_busy  # and a signal handler saves
         optimizer.catch_up()
         optimizer.complete_state()
+        self._model, self._optimizer = model, optimizer
         self._tables: dict[MappedFile, _TableFiles] = {}
         self.tensors: dict[str, MappedTensor] = {}  # every tensor in files, by name
         self.rest: dict[str, Any] = {"model": {}, "optimizer": optimizer.state_dict()}
@@ -144,7 +143,7 @@ class MappedState:
             if file.dirty_rows is None:
                 rows = torch.Size([file.rows.total])
                 file.dirty_rows = lazy.zeros(rows, torch.bool, torch.device("cpu"))
-                if self._is_in_step or file.is_being_written:  # which rows was not noted
+                if file.is_being_written:  # which rows was not noted
                     file.mark(None)
         saved_in = [
             (file, manifest.id if self.is_laid_out_alike(manifest, name) else None)
@@ -154,7 +153,7 @@ class MappedState:
         def note() -> None:
             for file, (tensor, _) in self._tables.items():
                 assert file.dirty_rows is not None
-                if not self._is_in_step and not file.is_being_written:
+                if not file.is_being_written:
                     file.dirty_rows.zero_()
                 file.version = version_of(tensor)
             for file, checkpoint in saved_in:

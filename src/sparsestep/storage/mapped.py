@@ -176,7 +176,7 @@ def writing(table: Tensor, rows: Tensor | None = None) -> Iterator[None]:
     flat = None if rows is None else states.check_rows("rows to write", rows, table)
     file = file_of(table)
     if file is not None:
-        beside = (each.tensor() for each in file.state_files.values())
+        beside = (each.tensor() for each in file.live_state_files())
         about_to_write(table, beside, None if flat is None else flat.cpu().contiguous())
     yield
     written([table])
