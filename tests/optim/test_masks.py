@@ -38,6 +38,7 @@ from tests.table import (
     INSTRUCTION_SETS,
     WITH_DENSE,
     Variant,
+    all_same_bits,
     running_on,
     same_bits,
     saved_state,
@@ -419,7 +420,7 @@ def test_patterns_threads_and_instruction_sets(pattern: str, dtype: torch.dtype)
             if key != "step":
                 assert same_bits(value, torch.where(mask & other, before[key], 0))
     for other in results[1:]:
-        assert all(map(same_bits, results[0], other))
+        assert all_same_bits(results[0], other)
     assert same_bits(results[0][0][~mask], start[~mask])
     if dtype is torch.float32:  # as if there were nothing else
         inside = torch.nn.Parameter(start[mask])
