@@ -265,8 +265,8 @@ def test_ctrl_c_shows_the_results_so_far(out: Path, capsys: Captured, monkeypatc
     printed, progress = capsys.readouterr()
     assert "similar contexts" not in printed  # after so few steps
     assert progress == ""  # no terminal
-    assert re.search(r"\nsteps +10 +10 *\n", printed)
-    assert printed.endswith("\nInterrupted after 10 of 1,000 steps.\n")
+    assert re.search(r"\nsteps +1 +1 *\n", printed)
+    assert printed.endswith("\nInterrupted after 1 of 1,000 steps.\n")
     assert out.exists()
 
 
