@@ -125,7 +125,7 @@ def draw_ratios(path: Path, report: Report) -> None:
     for place, (_, ratio) in enumerate(found):
         beside(axes, ratio, place, f"{ratio:.1f}x")
     axes.set_ylim(-0.5, len(found) - 0.1)
-    axes.text(1.0, len(found) - 0.55, " torch", color=TORCH, fontsize=TEXT, va="bottom")
+    axes.text(1.3, len(found) - 0.55, "torch", color=TORCH, fontsize=TEXT, va="bottom")
     axes.set_xlim(0, most * 1.25)
     axes.set_xticks([])
     axes.tick_params(colors=INK)
