@@ -9,6 +9,7 @@ import re
 import runpy
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -251,6 +252,16 @@ def test_a_tiny_demo(out: Path, capsys: Captured, monkeypatch: Patch) -> None:
     assert re.search(r"sparsestep\.SparseAdam +\d+\.\d s +\d+\.\d ms/step +loss \d\.\d{3}", shown)
     lines = [line for line in printed.splitlines() if str(out) not in line]
     assert max(map(len, lines)) <= 80
+
+
+def test_without_the_core_the_demo_says_so_once_and_warns_of_nothing(
+    out: Path, capsys: Captured, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(_native, "ext", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sparsestep.SlowWarning)
+        assert cli.main([*TINY, str(out)]) == 0
+    assert capsys.readouterr().out.count("so sparsestep is no faster than torch here.") == 1
 
 
 def test_ctrl_c_shows_the_results_so_far(out: Path, capsys: Captured, monkeypatch: Patch) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import platform
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -25,6 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 import sparsestep
+from sparsestep import _native
 from sparsestep.cli import skipgram
 from sparsestep.cli.options import add_number, float_in_range, int_in_range, output_path
 from sparsestep.cli.skipgram import SkipgramDataset, TrainingRun
@@ -94,7 +96,13 @@ def run(options: argparse.Namespace) -> int:
         flush=True,
     )
     dataset = SkipgramDataset(pairs, words.counts, options.steps, options.seed)
-    (theirs, ours), is_interrupted = train_in_turns(dataset, options.dim, options.seconds, console)
+    with warnings.catch_warnings():
+        if _native.ext is None:
+            print("The C++ core is missing, so sparsestep is no faster than torch here.")
+            warnings.simplefilter("ignore", sparsestep.SlowWarning)
+        (theirs, ours), is_interrupted = train_in_turns(
+            dataset, options.dim, options.seconds, console
+        )
     is_trained = len(ours.losses) >= _STEPS_FOR_NEIGHBORS
     known = [word for word in FAMILIAR_WORDS if is_trained and word in words.index]
     if known:
