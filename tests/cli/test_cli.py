@@ -73,11 +73,11 @@ def test_every_command_has_help_with_an_example(capsys: Captured) -> None:
     ("arguments", "message"),
     [
         ("fly", "invalid choice: 'fly'"),
-        ("demo --steps 0", "--steps: it must be a whole number from 1 to 1000000. Got '0'."),
-        ("demo --dim 1e3", "--dim: it must be a whole number from 1 to 1024. Got '1e3'."),
-        ("demo --seconds nan", "--seconds: it must be a number from 1 to 86,400. Got 'nan'."),
-        ("demo --out a.svg", "--out: its name must end in .png. Got 'a.svg'."),
-        ("demo --out missing/a.png", "written (No such file or directory). Got 'missing/a.png'."),
+        ("demo --steps 0", "--steps: must be a whole number from 1 to 1000000. Got '0'."),
+        ("demo --dim 1e3", "--dim: must be a whole number from 1 to 1024. Got '1e3'."),
+        ("demo --seconds nan", "--seconds: must be a number from 1 to 86,400. Got 'nan'."),
+        ("demo --out a.svg", "--out: must end in .png. Got 'a.svg'."),
+        ("demo --out missing/a.png", "writable file (No such file or directory). Got 'missing/a.png'."),
         *(
             (f"plan --tables {table}", "a table must be NAME=ROWSxDIM")
             for table in ("user", "user=0x4", "=5x4", "user=5xtall", "user=²x4", f"u={10**20}x4")
