@@ -50,21 +50,12 @@ from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
 from sparsestep.optim.state import initial_value
 from sparsestep.optim.state_dict import unpacked_state
+from sparsestep.storage.journal import check_folder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 StrPath: TypeAlias = str | os.PathLike[str]
-
-
-def check_folder(who: str, path: StrPath) -> Path:
-    """The folder that a user names."""
-    given: Any = path
-    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
-        raise InputError(message(f"{who}: path must be a str or os.PathLike", repr(given)))
-    if "\0" in os.fspath(given):
-        raise InputError(message(f"{who}: path must not contain null characters", repr(given)))
-    return Path(given)
 
 
 # A model and its optimizer, by the names of the parameters
