@@ -203,20 +203,21 @@ def test_memory_runs_out_while_ids_are_prefetched(
 
 
 @ranks(3)
-def test_if_a_loader_fails_all_ranks_raise(rank: Rank):
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_if_a_loader_fails_all_ranks_raise(rank: Rank, error: type[BaseException]):
     """The loader of the last rank raises in place of its third batch; all reuse a batch."""
 
     def loader() -> Iterator[Tensor]:
         yield torch.tensor([0])
         yield torch.tensor([1])
         if rank.is_last:
-            raise ValueError("the disk is gone")
+            raise error("the disk is gone")
         yield torch.tensor([2])
 
     for prefetch in (0, 1):
         seen: list[int] = []
         loop = lockstep(loader(), prefetch)
-        message = said(lambda loop=loop, seen=seen: seen.extend(map(int, loop)), Exception)
+        message = said(lambda loop=loop, seen=seen: seen.extend(map(int, loop)), BaseException)
         failed = f"rank {rank.world - 1} has no next batch"
         assert ("the disk is gone" if rank.is_last else failed) in message
         assert seen == ([] if prefetch else [0, 1])

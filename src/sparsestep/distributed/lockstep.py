@@ -145,7 +145,7 @@ class _Batches:
         self._state = LoaderState.NO_BATCH_YET
         self._example: Any = None  # of an empty batch
         self._fetched: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def fetch(self, before: Sequence[Any] = ()) -> LoaderState:
         """Get the next batch, which must not change those before; return this rank's state."""
@@ -162,7 +162,7 @@ class _Batches:
                 self._state = LoaderState.BATCH
             elif self._state != LoaderState.NO_BATCH_YET:
                 self._state, self._fetched = LoaderState.EXHAUSTED, empty_batch(self._example)
-        except Exception as raised:
+        except BaseException as raised:  # an interrupted rank, too, must not keep others waiting
             self._error = raised
             return LoaderState.ERROR
         return self._state
