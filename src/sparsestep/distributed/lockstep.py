@@ -21,19 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsestep._torch import tree_map_only, version_of
-from sparsestep.distributed._table import NUM_COUNTS
-from sparsestep.distributed.collectives import (
-    Collectives,
-    HostCollectives,
-    new_group,
-)
-from sparsestep.distributed.lookup import (
+from sparsestep.distributed._hosts import HostCollectives
+from sparsestep.distributed._requests import (
     LookupRequest,
     LookupSizes,
     TableRequests,
     exchange_ids,
     id_counts,
 )
+from sparsestep.distributed._table import NUM_COUNTS
+from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.errors import InputError, SlowWarning, message, warn_once
 from sparsestep.nn.collection import is_keyed_jagged
 
