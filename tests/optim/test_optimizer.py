@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import warnings
@@ -164,6 +165,27 @@ def test_state_that_is_created_in_inference_mode_can_be_written_outside(cls: Any
         params[1].data = params[1].t().contiguous().t()  # its state has to be made again
     opt.step()
     assert all(params[0][0] != 1)
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_what_is_loaded_or_masked_in_inference_mode_can_be_used_outside(cls: Any):
+    params = [nn.Parameter(torch.ones(6, 2)) for _ in range(2)]
+    opt = cls([{"params": params, "mask": [None, torch.eye(6, 2, dtype=torch.bool)]}], lr=0.1)
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.ones(6, 2)
+        opt.step()
+
+    step()
+    saved = copy.deepcopy(opt.state_dict())
+    with torch.inference_mode():
+        opt.load_state_dict(saved)
+        opt.set_mask(params[0], torch.tensor([True, False] * 3))
+    step()
+    tensors = [*opt.param_groups[0]["mask"]]
+    tensors += [each for param in params for each in opt.state[param].values()]
+    assert not any(each.is_inference() for each in tensors if isinstance(each, torch.Tensor))
 
 
 # Torch's own kernel refuses after others have been planned

@@ -537,7 +537,10 @@ class Checkpoint(NamedTuple):
     def read_shards(self, targets: Mapping[str, ReadTarget]) -> dict[str, Tensor]:
         """Read the shards of this rank."""
         self.read({key: each.target for key, each in targets.items()})
-        return {key: each.finish() for key, each in targets.items()}
+        with self.peers.agreeing():
+            found = {k: each.finish() for k, each in targets.items() if not each.is_collective}
+        found |= {k: each.finish() for k, each in targets.items() if each.is_collective}
+        return {key: found[key] for key in targets}
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -768,6 +771,9 @@ def stored_tensors(checkpoint: Checkpoint, layouts: TensorLayouts) -> dict[str, 
     found = {}
     entries: dict[str, Entry | StoredRows] = {**checkpoint.manifest.entries, **checkpoint.places}
     for key, each in entries.items():
-        rows, num_columns = layouts.tables.get(split_key(key)[1], (0, 0))
+        name = split_key(key)[1]
+        rows, num_columns = layouts.tables.get(name, (0, 0))
         found[key] = StoredTensor(each.shape, each.dtype, rows, num_columns)
+        if name in layouts.tables:
+            found[key].check()
     return found
