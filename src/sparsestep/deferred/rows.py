@@ -38,7 +38,7 @@ def valid_rows(ids: Any, weight: Tensor) -> Tensor | None:
         not isinstance(ids, Tensor)
         or ids.dtype not in INDEX_DTYPES
         or ids.device != weight.device
-        or not (ids.layout is torch.strided or ids.is_nested)
+        or ids.layout is not (torch.jagged if ids.is_nested else torch.strided)
         or not weight.dim()
     ):
         return None
