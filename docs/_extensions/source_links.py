@@ -1,6 +1,6 @@
 """Links that lead out of docs, as they are written for readers on GitHub, work on the site too.
 
-``[the example](../examples/clicks.py)`` becomes a link to the file in the repository.
+``[the example](../examples/node2vec.py)`` becomes a link to the file in the repository.
 """
 
 from __future__ import annotations
