@@ -263,7 +263,8 @@ def check_state(
         if not isinstance(tensor, Tensor):
             requirement = f"the state must have a tensor {spec.name!r}"
             remedy = "Set back the option that needs it, or make a new optimizer"
-            raise InputError(message(requirement, ", ".join(map(str, state)), remedy))
+            got = type(tensor).__name__ if spec.name in state else ", ".join(map(str, state))
+            raise InputError(message(requirement, got, remedy))
         tensor = memory_of(tensor)
         same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
         wanted = state_shape(spec, param, packed)
