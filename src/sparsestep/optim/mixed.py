@@ -14,7 +14,7 @@ from sparsestep.optim.param_groups import ParamGroup
 
 
 def _by_group(name: str) -> Any:
-    """A method that the optimizer of the param group's class has."""
+    """Return a method that calls the method of the group's own optimizer."""
 
     def call(self: MixedOptimizer, group: dict[str, Any], *args: Any) -> Any:
         return getattr(self.optimizer_of(group), name)(group, *args)
@@ -67,7 +67,7 @@ class MixedOptimizer(RuleOptimizer, Optimizer):
         finally:
             self.defaults = before
 
-    # What a class declares, by group.
+    # Attributes of a class, read from the group's own.
 
     @property
     def group_options(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -664,7 +664,7 @@ class RuleOptimizer(_Base):
                     self.state[param] = param_state
 
     def _complete_on_demand(self) -> None:
-        """Have torch's checkpoints find state for every parameter."""
+        """Let torch's checkpoints create missing state."""
         if not isinstance(self.state, states.OptimizerState):
             self.state = states.OptimizerState(self.state, self.complete_state)
 
@@ -1279,7 +1279,7 @@ def _check_reset(
 def _reset_rows(
     state: Iterable[tuple[Tensor, float, float]], before: Tensor, after: Tensor, writes: RowWrites
 ) -> None:
-    """Have state per row start over where two masks have no element in common.
+    """Reset the state of rows in which two masks have no element in common.
 
     Each tensor comes with its value for rows with new elements, and that for all others.
     """
