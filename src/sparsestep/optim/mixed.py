@@ -71,9 +71,9 @@ class MixedOptimizer(RuleOptimizer, Optimizer):
 
     @property
     def group_options(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The options of all classes."""
+        """The options of all classes, and the name of the class."""
         names = ((*each.option_names, *each.group_options) for each in self.optimizers.values())
-        return tuple(dict.fromkeys(name for each in names for name in each))
+        return tuple(dict.fromkeys(name for each in (("optimizer",), *names) for name in each))
 
     def check_params(self, group_index: int, group: ParamGroup) -> None:
         """Refuse parameters that the optimizer cannot work with."""

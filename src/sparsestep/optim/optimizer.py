@@ -1229,8 +1229,10 @@ class RuleOptimizer(_Base):
         if loading is not None:
             self._restore(loading, state)
         self.store.layouts.update(state.pop("layouts", {}))
+        defaults = state.get("defaults") or self.defaults
+        has_differentiable = "differentiable" in defaults
         super().__setstate__(state)
-        if "differentiable" not in self.option_names:  # torch has put it there
+        if not has_differentiable:  # torch has added it
             self.defaults.pop("differentiable", None)
         self._complete_on_demand()
 

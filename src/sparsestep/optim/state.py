@@ -23,7 +23,7 @@ from sparsestep.memory.huge_pages import HugePages
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, INTEGER_DTYPES, memory_of
 from sparsestep.rules.options import RowConstraint, as_float, uses_random_rounding
-from sparsestep.rules.rule import Rule, StateSpec
+from sparsestep.rules.rule import Rule, StateSpec, fits_float32
 
 if TYPE_CHECKING:
     from sparsestep.optim.optimizer import RuleOptimizer
@@ -208,8 +208,10 @@ def initial_values(
         names = ", ".join(rule.state_names) or "none"
         raise InputError(message(f"initial must be a dict by names of the state ({names})", given))
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            raise InputError(message(f"initial[{name!r}] must be a number", repr(value)))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or value != value or not fits_float32(value):
+            requirement = f"initial[{name!r}] must be a number that float32 can hold"
+            raise InputError(message(requirement, repr(value)))
     return [float(given.get(spec.name, initial_value(spec, options))) for spec in rule.state]
 
 
