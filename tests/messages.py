@@ -308,6 +308,7 @@ def lookups(_: Path) -> Names:
     sharing.share_memory()
     sums, flat = bag("sum"), ids(1, 2, 3)
     nested = torch.nested.nested_tensor([ids(1), ids(2)], layout=torch.jagged)
+    nested_strided = torch.nested.nested_tensor([ids(1), ids(2)])
     masked = sparsestep.SGD(rows.parameters(), mask=torch.ones(4) > 0)
     computed = parametrizations.weight_norm(nn.Embedding(4, 6))
     collection = sparsestep.nn.EmbeddingBagCollection({"a": (4, 6)})

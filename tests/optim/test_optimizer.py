@@ -24,7 +24,15 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optim import OPTIMIZERS
 from tests.subject import refused
-from tests.table import FEW, each_engine, running_on, same_bits, state_tensors, steps_of
+from tests.table import (
+    FEW,
+    all_same_bits,
+    each_engine,
+    running_on,
+    same_bits,
+    state_tensors,
+    steps_of,
+)
 
 
 def coo(rows: list[int], shape: tuple[int, ...], value: float = 1.0) -> torch.Tensor:
@@ -307,7 +315,7 @@ def test_lazy_parameters_get_their_state_with_the_first_step(cls: Any):
         copied.grad = param.grad
     opt.step()
     other.step()
-    assert all(map(same_bits, model.parameters(), plain))
+    assert all_same_bits(model.parameters(), plain)
     assert [each.shape for each in opt.explain()] == [(3, 4), (3,)]
 
 

@@ -1151,7 +1151,7 @@ class RuleOptimizer(_Base):
     # Checkpoints and pickles
 
     def state_dict(self, *, packed: bool = False) -> StateDict:
-        """Like torch's. All rows are brought up to date first, so it is an ordinary checkpoint.
+        """Like torch's. All rows catch up first, so it is an ordinary checkpoint.
 
         With a mask by rows, ``torch.save`` writes the state of the rows that have moved, as sparse
         tensors, if that takes less than half the space. In memory it has all rows.
@@ -1178,8 +1178,8 @@ class RuleOptimizer(_Base):
         The state keeps its own precision (torch would cast it to the parameter's), and is copied.
         Options that the checkpoint does not know keep the values that they have. State of elements
         that a mask excludes is not loaded if the state is packed. A checkpoint that does not fit is
-        refused, and nothing is changed. Under ``semantics="dense"`` rows are brought up to date
-        first, for the parameters themselves are no part of the checkpoint.
+        refused, and nothing is changed. Under ``semantics="dense"`` rows catch up first, since
+        the parameters themselves are not part of the checkpoint.
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):
