@@ -288,7 +288,7 @@ def parts_of(grad: Tensor) -> tuple[IndexedGrad, ...] | None:
 
 
 def materialize(tensor: Any) -> Any:
-    """Materialize a CompactGrad; return anything else as it is."""
+    """Materialize a CompactGrad; return anything else unchanged."""
     return tensor.materialize_() if isinstance(tensor, CompactGrad) else tensor
 
 

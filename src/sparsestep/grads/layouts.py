@@ -145,7 +145,7 @@ def _check_matches(param: Tensor, grad: Tensor) -> None:
 
 
 def _dtypes_compatible(param: torch.dtype, grad: torch.dtype) -> bool:
-    """Real with real, of any precision: the arithmetic is done in the widest anyway."""
+    """Whether dtypes are equal or both real: arithmetic uses the wider of two real ones."""
     return param == grad or (param in FLOAT_DTYPES and grad in FLOAT_DTYPES)
 
 

@@ -105,7 +105,7 @@ def state_bytes(param_state: Mapping[str, Any] | None) -> int:
 # Embeddings with dense gradients, which cost a pass over the table: a forgotten ``sparse=True``, or
 # an L2 penalty in the loss, which makes any gradient dense. A large matrix is such an embedding if
 # its dense gradient is zero in most rows, or the same multiple of the matrix. The weight of a
-# linear layer, as large as it may be, has a gradient of its own in nearly every row.
+# linear layer has an unrelated gradient in nearly every row, however large it is.
 
 DENSE_EMBEDDING = (
     "dense gradient for an embedding: pass sparse=True, or call sparsestep.nn.fuse(model)."
