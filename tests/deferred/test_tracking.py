@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -352,3 +353,19 @@ def test_an_optimizer_of_tracked_parameters_that_lost_its_semantics_warns():
     sparsestep.AdamW(model.parameters(), semantics="dense")
     handle.remove()
     sparsestep.AdamW(model.parameters())
+
+
+def test_an_optimizer_may_replace_another_that_is_behind():
+    """As when a cell of a notebook runs again: no warning, and nothing is lost."""
+    losses = []
+    for sparse in (True, False):
+        model, _ = made(Tied, sparse)
+        found: list[float] = []
+        for steps in (range(10), range(10, 20)):
+            kind = partial(sparsestep.AdamW, semantics="dense") if sparse else torch.optim.AdamW
+            opt = kind(model.parameters(), lr=0.05)
+            if sparse:
+                opt.track(model)
+            found += train(model, opt, steps)
+        losses.append(torch.tensor(found))
+    assert close(*losses)

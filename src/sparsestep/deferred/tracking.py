@@ -252,6 +252,9 @@ class Tracking:
         known = set(map(id, optimizer.params()))
         _check_model(optimizer, model, known)
         tables = {id(p): p for p in _trackable_params(model) if id(p) in known}
+        for param in tables.values():  # this optimizer may replace another
+            for other in _tracking_of(param):
+                other.optimizer.catch_up_rows(param, None)
         self._hook_state_dict(model)
         for module in model.modules():
             own = any(id(p) in tables for p in own_parameters(module).values())
