@@ -369,3 +369,19 @@ def test_an_optimizer_may_replace_another_that_is_behind():
             found += train(model, opt, steps)
         losses.append(torch.tensor(found))
     assert close(*losses)
+
+
+@pytest.mark.parametrize("guard", [False, True], ids=["tracked", "guarded"])
+def test_fused_bags_with_weights_may_be_read_several_times(guard: bool):
+    """Backward reads the rows again; another lookup may have caught up others in the meantime."""
+    grads = []
+    for sparse in (True, False):
+        model, opt = made(WeightedBags, sparse)
+        if sparse:
+            sparsestep.nn.fuse(model)
+            opt.track(model, guard=guard)
+        train(model, opt, range(8))
+        opt.zero_grad()
+        model.read(torch.tensor([[0, 1], [2, 3]]), torch.tensor([[4, 5], [6, 7]])).backward()
+        grads.append([param.grad.to_dense() for param in model.parameters()])
+    assert all(map(close, *grads))

@@ -27,10 +27,12 @@ from sparsestep._torch import (
     rebuild_parameter,
     unhook_averaged_models,
     unwrapped,
+    version_of,
     without_torch_function,
 )
 from sparsestep.deferred.rows import valid_rows
 from sparsestep.errors import InputError, StaleWarning, message, warn
+from sparsestep.memory.tensors import memory_of
 
 _handles: Any = WeakIdKeyDictionary()  # weak references to Tracking, by parameter
 
@@ -79,6 +81,19 @@ def _catch_up_ids(optimizer: Any, weight: Tensor, ids: Any) -> None:
     rows = valid_rows(ids, param)
     if rows is not None:  # else the lookup raises: an id is invalid
         optimizer.catch_up_rows(param, rows)
+
+
+def version_for_readers(param: Tensor) -> int:
+    """The version of a parameter, which changes if rows change that were current.
+
+    A row that a lookup has read is current until the next step, whatever other lookups catch up.
+    """
+    version = version_of(memory_of(param))
+    for each in _tracking_of(param):
+        deferred = each.optimizer.deferred.get(id(param))
+        if deferred is not None:
+            version -= deferred.catch_up_writes
+    return version
 
 
 _read_in_graphs: Any = WeakIdKeyDictionary()  # parameters, by rows or as a whole

@@ -12,7 +12,6 @@ from sparsestep.deferred.tracking import catch_up_guarded
 from sparsestep.errors import InputError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
-from sparsestep.memory.tensors import memory_of
 from sparsestep.nn.embedding import Embedding, EmbeddingBag
 from sparsestep.nn.interop import excluded_from_compile, materialize_for_ddp, uses_torch_ops
 from sparsestep.nn.lookup import (
@@ -20,6 +19,7 @@ from sparsestep.nn.lookup import (
     SUM,
     Lookup,
     LookupResult,
+    SavedTable,
     check_ids,
     embed,
     first_derivative,
@@ -161,9 +161,9 @@ class _RowsDot(torch.autograd.Function):
         else:
             result = found[0]
         ctx.options = weight.shape, table
+        ctx.weight = SavedTable(weight)
         # The ids are saved even if they are not used: they must not change before backward.
-        saved = rows, memory_of(weight), ids, result.indices, result.value_index
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(rows, ids, result.indices, result.value_index)
         return result.output.view(ids.shape)
 
     @staticmethod
@@ -172,8 +172,8 @@ class _RowsDot(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> Any:
-    rows, weight, ids, indices, value_index = ctx.saved_tensors
-    shape, table = ctx.options
+    rows, ids, indices, value_index = ctx.saved_tensors
+    (shape, table), weight = ctx.options, ctx.weight.memory()
     grad = grad.contiguous()
     rows_grad = weight_grad = None
     if ctx.needs_input_grad[0]:
