@@ -269,3 +269,31 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank: Rank):
         rank.barrier()
         assert damaged.name in said(lambda: later.load(path))
         assert later.snapshot() == expected
+
+
+@ranks(2)
+def test_a_crafted_shape_is_refused_by_all_ranks(rank: Rank):
+    """Also if one of them alone reads the tensor."""
+    path = rank.folder / "checkpoint"
+
+    def trained(kind: str) -> tuple[nn.Module, Any]:
+        model = nn.Embedding(7, 2)
+        sparsestep.distributed.shard(model, plan=kind)
+        optimizer = sparsestep.Adam(model.parameters())
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    sparsestep.distributed.save(path, *trained("rows"))
+    if rank.index == 0:
+        found = manifest.read(path)
+        chunk = found.entries["state.weight.exp_avg"].chunks[0]._replace(offsets=[0], sizes=[1])
+        crafted = manifest.Entry(torch.Size([1]), torch.float32, [chunk])
+        entries = {**found.entries, "state.weight.exp_avg": crafted}
+        (path / MANIFEST).write_bytes(found._replace(entries=entries).encode())
+    rank.barrier()
+    model, optimizer = trained("tables")
+    before = repr(_as_lists((model.state_dict(), optimizer.state_dict())))
+    load = partial(sparsestep.distributed.load, path, model, optimizer)
+    assert "a tensor of shape (1,) in a table of 7 rows" in said(load)
+    assert repr(_as_lists((model.state_dict(), optimizer.state_dict()))) == before

@@ -301,8 +301,8 @@ class DeferredRows:
         if self.dense_reader is not None:
             warn_once(
                 SlowWarning,
-                f"{self.dense_reader} holds a table of {self.num_rows} rows, so calling it brought "
-                "all of them up to date (semantics='dense'), but only some got a gradient. If it "
+                f"{self.dense_reader} holds a table of {self.num_rows} rows, so each call "
+                "catches up all rows (semantics='dense'), but only some got a gradient. If it "
                 "reads only those, give it a method rows_read that yields the weight and the ids "
                 "that a call reads.",
             )
@@ -429,7 +429,7 @@ class StepCatchUp:
         if sum(map(self._prepare, self._pending)):
             warn_once(
                 StaleWarning,
-                "some rows that got a gradient were read before they were brought up to date "
+                "some rows that got a gradient were read before they had caught up "
                 "(semantics='dense'). Call optimizer.track(model) once, or "
                 "optimizer.catch_up(param, rows) before each lookup.",
             )

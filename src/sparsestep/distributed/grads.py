@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsestep._torch import stack
 from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus
+from sparsestep.distributed._ids import sum_all_duplicates
 from sparsestep.distributed._table import (
     NUM_COUNTS,
     LookupHandle,
@@ -31,7 +32,6 @@ from sparsestep.distributed.collectives import (
     Payload,
     Sections,
 )
-from sparsestep.distributed.lookup import sum_all_duplicates
 from sparsestep.engines.base import certain
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of

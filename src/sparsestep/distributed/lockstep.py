@@ -21,19 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsestep._torch import tree_map_only, version_of
-from sparsestep.distributed._table import NUM_COUNTS
-from sparsestep.distributed.collectives import (
-    Collectives,
-    HostCollectives,
-    new_group,
-)
-from sparsestep.distributed.lookup import (
+from sparsestep.distributed._hosts import HostCollectives
+from sparsestep.distributed._requests import (
     LookupRequest,
     LookupSizes,
     TableRequests,
     exchange_ids,
     id_counts,
 )
+from sparsestep.distributed._table import NUM_COUNTS
+from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.errors import InputError, SlowWarning, message, warn_once
 from sparsestep.nn.collection import is_keyed_jagged
 
@@ -145,7 +142,7 @@ class _Batches:
         self._state = LoaderState.NO_BATCH_YET
         self._example: Any = None  # of an empty batch
         self._fetched: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def fetch(self, before: Sequence[Any] = ()) -> LoaderState:
         """Get the next batch, which must not change those before; return this rank's state."""
@@ -162,7 +159,7 @@ class _Batches:
                 self._state = LoaderState.BATCH
             elif self._state != LoaderState.NO_BATCH_YET:
                 self._state, self._fetched = LoaderState.EXHAUSTED, empty_batch(self._example)
-        except Exception as raised:
+        except BaseException as raised:  # an interrupted rank, too, must not keep others waiting
             self._error = raised
             return LoaderState.ERROR
         return self._state

@@ -18,25 +18,19 @@ from sparsestep._native import ext
 from sparsestep._process import uninterrupted
 from sparsestep._torch import ignored_by_ddp, own_parameters
 from sparsestep.distributed._handshake import compare_facts
-from sparsestep.distributed._table import Reduction, ShardedTable, SumOrder, TableGroup
-from sparsestep.distributed.collectives import (
-    Caught,
-    Collectives,
-    HostCollectives,
-    Topology,
-    host_name,
-    new_group,
-)
-from sparsestep.distributed.grads import ShardedGradSource
-from sparsestep.distributed.lockstep import take_prefetched, use_hosts
-from sparsestep.distributed.lookup import (
+from sparsestep.distributed._hosts import HostCollectives, host_name
+from sparsestep.distributed._requests import (
     LookupRequest,
     TableRequests,
     dynamic_request,
     lookup_request,
     lookup_requests,
-    sharded_lookup,
 )
+from sparsestep.distributed._table import Reduction, ShardedTable, SumOrder, TableGroup
+from sparsestep.distributed.collectives import Caught, Collectives, Topology, new_group
+from sparsestep.distributed.grads import ShardedGradSource
+from sparsestep.distributed.lockstep import take_prefetched, use_hosts
+from sparsestep.distributed.lookup import sharded_lookup
 from sparsestep.distributed.placement import ByRow, Placement
 from sparsestep.distributed.plan import Plan, TableSize, choose_placements, resolve_name
 from sparsestep.distributed.vocabulary import share_vocabulary

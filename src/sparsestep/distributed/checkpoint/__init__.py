@@ -50,21 +50,12 @@ from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
 from sparsestep.optim.state import initial_value
 from sparsestep.optim.state_dict import unpacked_state
+from sparsestep.storage.journal import check_folder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 StrPath: TypeAlias = str | os.PathLike[str]
-
-
-def check_folder(who: str, path: StrPath) -> Path:
-    """The folder that a user names."""
-    given: Any = path
-    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
-        raise InputError(message(f"{who}: path must be a str or os.PathLike", repr(given)))
-    if "\0" in os.fspath(given):
-        raise InputError(message(f"{who}: path must not contain null characters", repr(given)))
-    return Path(given)
 
 
 # A model and its optimizer, by the names of the parameters
@@ -546,7 +537,10 @@ class Checkpoint(NamedTuple):
     def read_shards(self, targets: Mapping[str, ReadTarget]) -> dict[str, Tensor]:
         """Read the shards of this rank."""
         self.read({key: each.target for key, each in targets.items()})
-        return {key: each.finish() for key, each in targets.items()}
+        with self.peers.agreeing():
+            found = {k: each.finish() for k, each in targets.items() if not each.is_collective}
+        found |= {k: each.finish() for k, each in targets.items() if each.is_collective}
+        return {key: found[key] for key in targets}
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -777,6 +771,9 @@ def stored_tensors(checkpoint: Checkpoint, layouts: TensorLayouts) -> dict[str, 
     found = {}
     entries: dict[str, Entry | StoredRows] = {**checkpoint.manifest.entries, **checkpoint.places}
     for key, each in entries.items():
-        rows, num_columns = layouts.tables.get(split_key(key)[1], (0, 0))
+        name = split_key(key)[1]
+        rows, num_columns = layouts.tables.get(name, (0, 0))
         found[key] = StoredTensor(each.shape, each.dtype, rows, num_columns)
+        if name in layouts.tables:
+            found[key].check()
     return found
