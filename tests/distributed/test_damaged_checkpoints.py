@@ -21,8 +21,9 @@ from tests.ranks import Rank, ranks
 if not torch.distributed.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from sparsestep.distributed.checkpoint import TensorLayouts, _files, ignore_dcp_warnings
+from sparsestep.distributed.checkpoint import _files, ignore_dcp_warnings
 from sparsestep.distributed.checkpoint import _manifest as manifest
+from sparsestep.distributed.checkpoint._state import TensorLayouts
 
 MANIFEST, METADATA, PART = "sparsestep.json", ".metadata", "__0_0.distcp"
 
