@@ -225,6 +225,24 @@ def test_ranks_that_do_not_share_a_disk(rank: Rank):
     assert rank.index or message.startswith("rank 1: ")
 
 
+@ranks(2)
+def test_arguments_that_one_rank_refuses_are_refused_by_all(rank: Rank):
+    training, other = Training(1), Training(2)
+    folder = rank.folder / "checkpoint"
+    for work in (
+        sparsestep.distributed.save,
+        sparsestep.distributed.async_save,
+        sparsestep.distributed.load,
+    ):
+        optimizer = other.optimizer if rank.index else training.optimizer
+        message = said(partial(work, folder, training.model, optimizer))
+        assert "the parameters of the optimizer must be those of the model" in message
+        path: Any = folder if rank.index else 3
+        message = said(partial(work, path, training.model, training.optimizer))
+        assert "path must be a str or os.PathLike. Got 3" in message
+    assert not folder.exists()
+
+
 # Failed allocations and Ctrl-C are in tests/faults.
 SAVES: list[tuple[int, tuple[Any, str], BaseException]] = [
     (1, (_files._Summed, "write"), FULL),

@@ -36,6 +36,7 @@ from sparsestep.distributed.checkpoint._state import (
     CheckpointState,
     TensorLayouts,
     optimizer_state_dict,
+    peers_of,
     read_targets,
     split_key,
 )
@@ -49,6 +50,17 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 StrPath: TypeAlias = str | os.PathLike[str]
+
+
+def _agreed_arguments(
+    who: str, path: StrPath, model: nn.Module, optimizer: RuleOptimizer
+) -> tuple[Path, CheckpointState, Peers]:
+    """Check the arguments of a call; raises on all ranks if those of one are invalid."""
+    given: Any = model
+    peers = peers_of(given if isinstance(given, nn.Module) else nn.Module())
+    with peers.agreeing():
+        check_model_and_optimizer(who, model, optimizer)
+        return check_folder(who, path), CheckpointState(model, optimizer, peers), peers
 
 
 def check_folder(who: str, path: StrPath) -> Path:
@@ -304,9 +316,7 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         >>> nn.EmbeddingBag(10, 4).load_state_dict(found["model"])
         <All keys matched successfully>
     """
-    check_model_and_optimizer("save", model, optimizer)
-    folder, state = check_folder("save", path), CheckpointState(model, optimizer)
-    peers = state.peers()
+    folder, state, peers = _agreed_arguments("save", path, model, optimizer)
     earlier = MappedCheckpoint(folder, {})
     with suppress(InputError, OSError):  # there is none that this one could continue
         earlier = MappedCheckpoint(folder, manifest.read(folder).about)
@@ -346,9 +356,7 @@ def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Fut
         ...     saving.result()
         ...     load(path, model, optimizer)
     """
-    check_model_and_optimizer("async_save", model, optimizer)
-    folder, state = check_folder("async_save", path), CheckpointState(model, optimizer)
-    peers = state.peers()
+    folder, state, peers = _agreed_arguments("async_save", path, model, optimizer)
     with peers.agreeing():
         entries, about = state.entries(copy=True), state.layouts().pack()
     return _dcp_async_save(entries, about, folder, peers)
@@ -388,9 +396,7 @@ def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         >>> sharded["ids"].as_dict()
         {1000000000000000000: 1, -7: 2}
     """
-    check_model_and_optimizer("load", model, optimizer)
-    folder, state = check_folder("load", path), CheckpointState(model, optimizer)
-    peers = state.peers()
+    folder, state, peers = _agreed_arguments("load", path, model, optimizer)
     checkpoint = Checkpoint.open(folder, peers)
     with peers.agreeing(), checkpoint.refusing():
         layouts = TensorLayouts.unpack(checkpoint.manifest.about)

@@ -75,10 +75,24 @@ class TensorLayouts(NamedTuple):
         )
 
 
+def peers_of(model: nn.Module) -> Peers:
+    """The ranks that save and load together: those that share tables, else all."""
+    for module in model.modules():
+        if (table := sharded_table(module)) is not None:
+            try:
+                return Peers(table.collectives.group)
+            except ValueError:
+                requirement = "the process group of sharded tables must exist to save or load them"
+                raise InputError(message(requirement, "one that was destroyed")) from None
+    is_initialized = dist.is_available() and dist.is_initialized()
+    return Peers(dist.group.WORLD if is_initialized else None)
+
+
 class CheckpointState:
     """A model and its optimizer, by the names of the parameters."""
 
-    def __init__(self, model: nn.Module, optimizer: RuleOptimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: RuleOptimizer, peers: Peers) -> None:
+        self.peers: Peers = peers
         if isinstance(model, DistributedDataParallel):
             model = model.module
         self.model: nn.Module = model
@@ -220,17 +234,6 @@ class CheckpointState:
             remaps.update(each.remaps)
         return remaps
 
-    def peers(self) -> Peers:
-        """The ranks that save and load together: the ranks that share tables, else all."""
-        for table in self.tables.values():
-            try:
-                return Peers(table.collectives.group)
-            except ValueError:
-                requirement = "the process group of sharded tables must exist to save or load them"
-                raise InputError(message(requirement, "one that was destroyed")) from None
-        is_initialized = dist.is_available() and dist.is_initialized()
-        return Peers(dist.group.WORLD if is_initialized else None)
-
     def named_groups(self) -> list[dict[str, Any]]:
         """The param groups with names for parameters, and without masks."""
         return [
@@ -272,7 +275,7 @@ class CheckpointState:
         files: MappedLoad,
     ) -> None:
         """Replace everything by what was read, on all ranks or on none; all ranks call it."""
-        peers, optimizer = self.peers(), self._optimizer
+        peers, optimizer = self.peers, self._optimizer
         ranks = next((table.collectives for table in self.tables.values()), Collectives(None))
         with peers.agreeing():
             found = optimizer_state_dict(groups, {**read, **files.tensors})
