@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from clicks import auc
 from torch import Tensor
 
 import sparsestep
@@ -102,6 +101,14 @@ class Learner:
         loss.backward()
         self._optimizer.step()
         return scores.detach()
+
+
+def auc(scores: Tensor, clicks: Tensor) -> float:
+    """The probability that a click has a higher score than a non-click."""
+    ranks, clicked = scores.argsort().argsort() + 1, clicks > 0.5
+    positive = int(clicked.sum())
+    above = int(ranks[clicked].sum()) - positive * (positive + 1) // 2
+    return above / (positive * (len(clicks) - positive))
 
 
 @dataclass

@@ -43,7 +43,7 @@ class SlowWarning(UserWarning):
 
 
 class StaleWarning(UserWarning):
-    """Rows were read or written before they were brought up to date. Once for each reason.
+    """Rows were read or written before they had caught up. Once for each reason.
 
     Only with ``semantics="dense"``: the results are then not those of dense training.
 

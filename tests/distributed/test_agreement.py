@@ -30,7 +30,7 @@ from tests.ranks import Rank, ranks
 lockstep, shard = sparsestep.distributed.lockstep, sparsestep.distributed.shard
 
 IDS = torch.tensor([[0, 1, 4], [6, 6, 2]])
-TIMEOUT = timedelta(seconds=1)
+TIMEOUT, SOON = timedelta(seconds=100), timedelta(seconds=1)
 
 
 def new_table(kind: str) -> tuple[nn.EmbeddingBag, Any]:
@@ -200,21 +200,27 @@ def prefetches() -> Callable[[], object]:
     return wait
 
 
+def set_timeouts(groups: list[Any], timeout: timedelta) -> None:
+    for group in groups:
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 @ranks(2, fresh=True, killed=1)  # groups that have timed out cannot be used
 def test_groups_wait_as_long_as_the_users_and_a_killed_rank_is_an_error(rank: Rank):
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(TIMEOUT)
-    groups = [collectives.new_group(), collectives.new_group("gloo")]
-    assert [group_timeout(each) for each in groups] == [TIMEOUT] * 2
+    set_timeouts([torch.distributed.group.WORLD], TIMEOUT)
+    collectives.new_group("gloo")
     store = torch.distributed.FileStore(str(rank.folder / "store"), 2)
     for prepare in (looks_up, steps, prefetches):
         action = prepare()
+        groups = list(torch.distributed.distributed_c10d._world.pg_map)
+        assert {group_timeout(each) for each in groups} == {TIMEOUT}
         if rank.index:  # it is busy with something else
-            store.wait([prepare.__name__], timedelta(seconds=100))
+            store.wait([prepare.__name__], TIMEOUT)
         else:
+            set_timeouts(groups, SOON)
             with pytest.raises(RuntimeError, match=r"(?i)timed out"):
                 action()
+            set_timeouts(groups, TIMEOUT)
             store.set(prepare.__name__, "done")
     table, opt = new_table("rows")
     before = snapshot(table, opt)

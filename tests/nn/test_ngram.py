@@ -149,30 +149,6 @@ def test_threads_and_devices_agree(combine: Any, time: int, monkeypatch: pytest.
         assert torch.equal(offsets, found[0][1])
 
 
-def test_no_row_is_read_before_it_has_caught_up():
-    """As a dense optimizer has it, with document ids by name."""
-    torch.manual_seed(0)
-    ours = NgramEmbedding(50, 4)
-    theirs = copy.deepcopy(ours)
-    optimizers: list[Any] = [
-        sparsestep.AdamW(ours.parameters(), lr=0.1, weight_decay=0.1, semantics="dense"),
-        torch.optim.AdamW(theirs.parameters(), lr=0.1, weight_decay=0.1),
-    ]
-    optimizers[0].track(ours)
-    for _ in range(8):
-        tokens, documents = torch.randint(4, (2, 6)), torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)
-        outputs = []
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad()
-            outputs.append(model(tokens, document_ids=documents))
-            outputs[-1].square().sum().backward()
-            if model is theirs:
-                model.weight.grad = model.weight.grad.to_dense()
-            optimizer.step()
-        torch.testing.assert_close(*outputs)
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
-
-
 @pytest.mark.parametrize("semantics", ["masked", "dense"])
 def test_a_small_table_has_the_bits_of_dense_row_wise_steps(
     semantics: Any, monkeypatch: pytest.MonkeyPatch

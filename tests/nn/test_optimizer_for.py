@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep.nn import NgramEmbedding, optimizer_for
 from tests.ranks import Rank, ranks
-from tests.table import same_bits
+from tests.table import all_same_bits, same_bits
 from tests.torch_versions import needs_means_over_gloo
 
 TOKENS, DIM, ROWS = 30, 4, 101
@@ -171,7 +171,7 @@ def test_training_goes_on_from_a_checkpoint(how: str):
     assert type(resumed) is type(opt)
     for each, optimizer in ((model, opt), (other, resumed)):
         train(each, optimizer, steps=range(3, 6))
-    assert all(map(same_bits, model.state_dict().values(), other.state_dict().values()))
+    assert all_same_bits(model.state_dict().values(), other.state_dict().values())
 
 
 def test_schedulers_and_zero_grad():
@@ -204,7 +204,7 @@ def test_a_step_that_raises_has_changed_nothing(bad: str):
     with pytest.raises(sparsestep.InputError):
         opt.step()
     now = model.state_dict(), opt.state_dict()
-    assert all(map(same_bits, before[0].values(), now[0].values()))
+    assert all_same_bits(before[0].values(), now[0].values())
     for old, new in zip(before[1]["state"].values(), now[1]["state"].values(), strict=True):
         assert all(same_bits(value, new[name]) for name, value in old.items())
 

@@ -23,7 +23,7 @@ from sparsestep.optim import FUNCTIONAL
 from sparsestep.optim.functional import FunctionalOptimizer
 from tests.faults.injectors import Lines
 from tests.subject import refused
-from tests.table import each_engine, running_on, same_bits, state_tensors, steps_of
+from tests.table import all_same_bits, each_engine, running_on, same_bits, state_tensors, steps_of
 
 SHAPES = [(7, 5), (4,), (3, 2, 2)]
 each_stateful = pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def everything(opt: Any) -> list[Tensor]:
 
 def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert len(ours) == len(theirs)
-    assert all(map(same_bits, ours, theirs))
+    assert all_same_bits(ours, theirs)
 
 
 class Aloof(torch.nn.Parameter):

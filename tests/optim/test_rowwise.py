@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep import IndexedGrad, RowwiseAdagrad, RowwiseAdam
 from tests.subject import refused
-from tests.table import each_engine, randn, running_on, same_bits, state_tensors
+from tests.table import all_same_bits, each_engine, randn, running_on, same_bits, state_tensors
 
 SHAPE = (6, 4)
 # The class, the element-wise one and torch's, and the second moment.
@@ -133,7 +133,7 @@ def test_checkpoints_have_the_option(cls: Any):
     other.load_state_dict(copy.deepcopy(saved))
     for each in (opt, other):
         step(each, coo(7), randn(SHAPE, 7))
-    assert all(map(same_bits, state_tensors(opt), state_tensors(other)))
+    assert all_same_bits(state_tensors(opt), state_tensors(other))
 
 
 @each_class

@@ -38,7 +38,7 @@ def valid_rows(ids: Any, weight: Tensor) -> Tensor | None:
         not isinstance(ids, Tensor)
         or ids.dtype not in INDEX_DTYPES
         or ids.device != weight.device
-        or not (ids.layout is torch.strided or ids.is_nested)
+        or ids.layout is not (torch.jagged if ids.is_nested else torch.strided)
         or not weight.dim()
     ):
         return None
@@ -297,8 +297,8 @@ class DeferredRows:
         if self.dense_reader is not None:
             warn_once(
                 SlowWarning,
-                f"{self.dense_reader} holds a table of {self.num_rows} rows, so calling it brought "
-                "all of them up to date (semantics='dense'), but only some got a gradient. If it "
+                f"{self.dense_reader} holds a table of {self.num_rows} rows, so each call "
+                "catches up all rows (semantics='dense'), but only some got a gradient. If it "
                 "reads only those, give it a method rows_read that yields the weight and the ids "
                 "that a call reads.",
             )
@@ -425,7 +425,7 @@ class StepCatchUp:
         if sum(map(self._prepare, self._pending)):
             warn_once(
                 StaleWarning,
-                "some rows that got a gradient were read before they were brought up to date "
+                "some rows that got a gradient were read before they had caught up "
                 "(semantics='dense'). Call optimizer.track(model) once, or "
                 "optimizer.catch_up(param, rows) before each lookup.",
             )

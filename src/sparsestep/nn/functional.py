@@ -107,23 +107,24 @@ def embedding_dot(
 def _rows_of(table: nn.Module | Tensor, ids: Any, name: str) -> Tensor:
     if isinstance(ids, Tensor) and ids.dim() != 1:
         raise _error(f"{name}_ids must have shape [B]", tuple(ids.shape))
-    if not isinstance(table, nn.Module):
-        _check_weight(table, name)
-    return _look_up(table, ids)
+    _weight_of(table, name)
+    return _look_up(table, ids, name)
 
 
-def _look_up(table: nn.Module | Tensor, ids: Tensor) -> Tensor:
+def _look_up(table: nn.Module | Tensor, ids: Tensor, name: str) -> Tensor:
     """Rows for each id, by the module if there is one."""
-    if isinstance(table, nn.Module):
-        found: Tensor = table(ids)
-        return found
-    return embed([row_lookup(Weight(table), ids)])[0]  # type: ignore[arg-type]
+    if not isinstance(table, nn.Module):
+        return embed([row_lookup(Weight(table), ids)])[0]  # type: ignore[arg-type]
+    found: Tensor = table(ids)
+    if found.shape[:-1] != ids.shape:  # a bag is not a row
+        requirement = f"{name} must be an embedding module, which returns a row for each id"
+        raise _error(requirement, type(table).__name__)
+    return found
 
 
 def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
     table: Any = right if isinstance(right, nn.Module) else Weight(right)
-    weight = table.weight
-    _check_weight(weight, "right")
+    weight = _weight_of(right, "right")
     count, dim = rows.shape
     if weight.shape[1] != dim or weight.dtype != rows.dtype:
         requirement = "both tables must have the same number of columns and dtype"
@@ -134,9 +135,9 @@ def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
         raise _error(requirement, tuple(ids.shape))
     is_plain = not isinstance(right, nn.Module) or type(right) in (Embedding, nn.Embedding)
     if ids.shape[0] != count:  # shared by all
-        return rows @ _look_up(right, ids[0]).T
+        return rows @ _look_up(right, ids[0], "right").T
     if not is_plain or table.max_norm is not None or uses_torch_ops([weight]) or not weight.is_leaf:
-        found = _look_up(right, ids)
+        found = _look_up(right, ids, "right")
         return (rows.view(count, *[1] * (ids.dim() - 1), dim) * found).sum(-1)
     if isinstance(right, nn.Module):
         call_forward_pre_hooks(right, ids)
@@ -241,7 +242,7 @@ def embedding_l2(
     if is_module and type(module).forward not in _FORWARDS:
         requirement = "table must be an Embedding, an EmbeddingBag or a 2-D weight"
         raise _error(requirement, type(table).__name__, "embedding_l2")
-    _check_weight(weight, "table", "embedding_l2")
+    weight = _weight_of(table, "table", "embedding_l2")
     check_ids(module, weight, ids)
     fits = isinstance(weights, Tensor) and weights.shape == ids.shape
     if weights is not None and not (fits and weights.is_floating_point()):
@@ -293,11 +294,16 @@ def _l2_backward(ctx: Any, grad: Tensor) -> Any:
     return CompactGrad.of([part], ctx.shape, rows), None, None
 
 
-def _check_weight(weight: Any, name: str, who: str = "embedding_dot") -> None:
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
-        is_tensor = isinstance(weight, Tensor)
-        got = f"shape {tuple(weight.shape)}" if is_tensor else type(weight).__name__
-        raise _error(f"{name} must be an embedding module or a 2-D weight", got, who)
+def _weight_of(table: Any, name: str, who: str = "embedding_dot") -> Tensor:
+    weight = getattr(table, "weight", None) if isinstance(table, nn.Module) else table
+    requirement = f"{name} must be an embedding module or a 2-D weight"
+    if not isinstance(weight, Tensor):
+        raise _error(requirement, type(weight).__name__, who)
+    if weight.dim() != 2:
+        raise _error(requirement, f"shape {tuple(weight.shape)}", who)
+    if weight.layout is not torch.strided:
+        raise _error(requirement, weight.layout, who)
+    return weight
 
 
 def _error(

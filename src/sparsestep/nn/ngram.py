@@ -15,7 +15,7 @@ from sparsestep.errors import InputError, RangeError, message
 from sparsestep.memory.tensors import INDEX_DTYPES
 from sparsestep.nn.graph import embed_in_graph, fit_graph
 from sparsestep.nn.interop import excluded_from_compile, replaced_in_graphs, uses_torch_ops
-from sparsestep.nn.lookup import bag_lookup, describe, embed, lookup_error
+from sparsestep.nn.lookup import bag_lookup, check_strided, describe, embed, lookup_error
 
 
 class NgramEmbedding(nn.EmbeddingBag):
@@ -87,7 +87,7 @@ class NgramEmbedding(nn.EmbeddingBag):
         _check_integer("embedding_dim", embedding_dim, 1)
         _check_integer("heads", heads, 1)
         _check_integer("seed", seed, 0)
-        if not isinstance(orders, list | tuple) or not orders:
+        if not isinstance(orders, Sequence) or not orders:
             raise _error("orders must be a list of one or more integers", repr(orders))
         for order in orders:
             _check_integer("each of orders", order, 1)
@@ -277,10 +277,10 @@ class NgramEmbedding(nn.EmbeddingBag):
         """Refuse what is wrong whatever the values."""
         if not isinstance(tokens, Tensor) or tokens.dtype not in INDEX_DTYPES:
             raise lookup_error(self, "tokens must be an int64 or int32 tensor", describe(tokens))
-        is_strided, device = tokens.layout is torch.strided, self.weight.device
-        if not is_strided or tokens.dim() != 2:
-            got = f"shape {tuple(tokens.shape)}" if is_strided else tokens.layout
-            raise lookup_error(self, "tokens must be a strided tensor [batch, time]", got)
+        device = self.weight.device
+        check_strided(self, "tokens", tokens)
+        if tokens.dim() != 2:
+            raise lookup_error(self, "tokens must have shape [batch, time]", tuple(tokens.shape))
         if tokens.device != device:
             requirement = f"tokens must be on the table's device, {device}"
             raise lookup_error(self, requirement, tokens.device)
@@ -289,6 +289,7 @@ class NgramEmbedding(nn.EmbeddingBag):
         if not isinstance(document_ids, Tensor) or document_ids.dtype not in INDEX_DTYPES:
             requirement = "document_ids must be an int64 or int32 tensor"
             raise lookup_error(self, requirement, describe(document_ids))
+        check_strided(self, "document_ids", document_ids)
         if document_ids.shape != tokens.shape or document_ids.device != device:
             requirement = f"document_ids must have the shape of the tokens, {tuple(tokens.shape)}"
             got = f"{tuple(document_ids.shape)} on {document_ids.device}"

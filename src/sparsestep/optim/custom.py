@@ -182,7 +182,7 @@ def _state_specs(argument: str, given: Any, per_row: bool = False) -> list[State
 
 
 def _check_signature(function: Formula, specs: tuple[StateSpec, ...]) -> inspect.Signature:
-    if not callable(function) or not hasattr(function, "__name__"):
+    if not callable(function) or not hasattr(function, "__qualname__"):
         remedy = "Name its state in state= or row_state="
         raise InputError(message("rule must get a function", repr(function), remedy))
     name = function.__name__

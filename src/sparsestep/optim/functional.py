@@ -229,7 +229,7 @@ def apply_(
         gradient = indexed_grad(param, grad, row_slots=rule.needs_whole_rows)
         tensors = _check_state(rule, param, state)
         if mask is not None:
-            masks.check_masks([mask], [param])
+            masks.check_mask("mask", mask, param)
             selection = masks.MaskSelection(mask, param.shape).refresh()
             by_row = rule.needs_whole_rows
             gradient = masks.apply_mask(gradient, selection, param.numel(), by_row=by_row)

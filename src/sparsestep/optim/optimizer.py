@@ -234,7 +234,9 @@ class RuleOptimizer(_Base):
         if sparse:
             requirement = f"{name} requires dense parameter tensors"
             remedy = "Train their values instead: torch.nn.Parameter(weight.values())"
-            if params[sparse[0][1]].layout is torch.strided:
+            if params[sparse[0][1]].is_mkldnn:
+                remedy = "Train weight.to_dense() instead"
+            elif params[sparse[0][1]].layout is torch.strided:
                 remedy = "Train the dense weight with mask=, and compress it once it is trained"
             raise InputError(f"Sparse params at indices {sparse}: {requirement}. {remedy}.")
         imaginary = [[group_index, i] for i, param in enumerate(params) if param.is_complex()]
@@ -812,6 +814,7 @@ class RuleOptimizer(_Base):
         rule = self.stored_rule_for(self.group_of(param), memory_of(param), param_state)
         return rule, param_state, self.store.layout_of(rule, param, param_state)
 
+    @torch.inference_mode(False)
     def set_mask(
         self, param: Tensor, mask: Tensor | None, *, initial: Mapping[str, float] | None = None
     ) -> None:
@@ -873,7 +876,7 @@ class RuleOptimizer(_Base):
         params = group["params"]
         defers = self.semantics == "dense"
         masks.check_masks(group.get("mask"), params, defers=defers)
-        masks.check_masks([mask], [memory], defers=defers)
+        masks.check_mask("the mask", mask, memory, defers=defers)
         old = _mask_of(group, param)
         stored, _, layout = self.stored_state(param)
         if mask is not None and mask is old and layout is None:
@@ -1104,8 +1107,9 @@ class RuleOptimizer(_Base):
         for group_index, group in enumerate(self.param_groups):
             selections = None
             if group.get("mask") is not None:
-                settings = self.settings(group_index)
-                selections = self.groups.selections(self, group_index, group, settings)
+                with error_prefix(f"{type(self).__name__}: param group {group_index}"):
+                    settings = self.settings(group_index)
+                    selections = self.groups.selections(self, group_index, group, settings)
             for index, param in enumerate(group["params"]):
                 if id(param) in seen or is_lazy(param):
                     continue
@@ -1133,7 +1137,7 @@ class RuleOptimizer(_Base):
     # Checkpoints and pickles
 
     def state_dict(self, *, packed: bool = False) -> StateDict:
-        """Like torch's. All rows are brought up to date first, so it is an ordinary checkpoint.
+        """Like torch's. All rows catch up first, so it is an ordinary checkpoint.
 
         With a mask by rows, ``torch.save`` writes the state of the rows that have moved, as sparse
         tensors, if that takes less than half the space. In memory it has all rows.
@@ -1153,14 +1157,15 @@ class RuleOptimizer(_Base):
             }
         return found
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint of this class or of torch's class with the same state.
 
         The state keeps its own precision (torch would cast it to the parameter's), and is copied.
         Options that the checkpoint does not know keep the values that they have. State of elements
         that a mask excludes is not loaded if the state is packed. A checkpoint that does not fit is
-        refused, and nothing is changed. Under ``semantics="dense"`` rows are brought up to date
-        first, for the parameters themselves are no part of the checkpoint.
+        refused, and nothing is changed. Under ``semantics="dense"`` rows catch up first, since
+        the parameters themselves are not part of the checkpoint.
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):

@@ -98,7 +98,7 @@ def new_update(
         gradient = gradient._replace(element_mask=None)  # other elements of a slot count as zero
     tensors = None
     if selection is not None and selection.shape != memory.shape:
-        masks.check_masks(selection.mask, [memory])
+        masks.check_mask("its mask", selection.mask, memory)
     packed = None if selection is None else selection.packed
     if not param_state or not (rule.counts_steps or states.is_complete(rule, param_state)):
         param_state = None  # for torch's SGD, a missing tensor means a first step

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, message
+from sparsestep.errors import InputError, counted, message
 from sparsestep.rules.idle import IdleUpdate
 
 
@@ -97,13 +97,13 @@ class Rule:
         self, old: list[Tensor], grad: Tensor, step: int, hyperparams: Mapping[str, Any]
     ) -> list[Tensor]:
         """Call ``update``, and refuse results that do not match the old values."""
-        counted = {"step": step} if self.takes_step else {}
-        new = self.update(old[0], grad, *old[1:], **counted, **hyperparams)
+        count = {"step": step} if self.takes_step else {}
+        new = self.update(old[0], grad, *old[1:], **count, **hyperparams)
         given = [new] if isinstance(new, Tensor) else list(new)
         names = ["param", *self.state_names]
         if len(given) != len(old):
             wanted = ", ".join(names[: len(old)])
-            requirement = f"rule {self.name!r} must return {len(old)} values: {wanted}"
+            requirement = f"rule {self.name!r} must return {counted(len(old), 'value')}: {wanted}"
             raise InputError(message(requirement, len(given)))
         for name, value, was in zip(names, given, old, strict=False):
             if not isinstance(value, Tensor) or value.shape != was.shape:

@@ -396,7 +396,7 @@ def save(
     check_model_and_optimizer("save", model, optimizer)
     with memory_errors():
         _check_extra(extra)
-        folder = Path(os.path.abspath(path))
+        folder = Path(os.path.abspath(journal.check_folder("save", path)))
         folder.mkdir(parents=True, exist_ok=True)
         before = journal.read_manifest(folder)
         state = MappedState(model, optimizer)
@@ -442,7 +442,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
         'before the first step'
     """
     check_model_and_optimizer("load", model, optimizer)
-    folder = Path(os.path.abspath(path))
+    folder = Path(os.path.abspath(journal.check_folder("load", path)))
     with memory_errors(), Replacements() as replacements:
         manifest = journal.read_manifest(folder)
         if manifest is None:

@@ -54,6 +54,18 @@ _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _REMEDY = "The disk or another program has changed it: use an earlier checkpoint"
 
 
+def check_folder(who: str, path: str | os.PathLike[str]) -> Path:
+    """The folder that a user names. An empty name would be the current directory."""
+    given: Any = path
+    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
+        raise InputError(message(f"{who}: path must be a str or os.PathLike", repr(given)))
+    if "\0" in os.fspath(given):
+        raise InputError(message(f"{who}: path must not contain null characters", repr(given)))
+    if not os.fspath(given):
+        raise InputError(message(f"{who}: path must not be empty", repr(given)))
+    return Path(given)
+
+
 # The manifest
 
 

@@ -45,6 +45,7 @@ from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import do_nothing
 from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
+from sparsestep.storage.journal import check_folder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -61,16 +62,6 @@ def _agreed_arguments(
     with peers.agreeing():
         check_model_and_optimizer(who, model, optimizer)
         return check_folder(who, path), CheckpointState(model, optimizer, peers), peers
-
-
-def check_folder(who: str, path: StrPath) -> Path:
-    """The folder that a user names."""
-    given: Any = path
-    if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
-        raise InputError(message(f"{who}: path must be a str or os.PathLike", repr(given)))
-    if "\0" in os.fspath(given):
-        raise InputError(message(f"{who}: path must not contain null characters", repr(given)))
-    return Path(given)
 
 
 # Saving
