@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparsestep._native import ext
 from sparsestep._process import uninterrupted
-from sparsestep._torch import ignored_by_ddp, own_parameters
+from sparsestep._torch import ignored_by_ddp, own_parameters, plain_results
 from sparsestep.distributed._handshake import compare_facts
 from sparsestep.distributed._hosts import HostCollectives, host_name
 from sparsestep.distributed._requests import (
@@ -89,10 +89,41 @@ class ShardedModule:
         raise InputError(f"{requirement}. {remedy}.")
 
 
+class RowsOfRank(Tensor):
+    """A shard in a state dict: an ordinary tensor, but ``torch.distributed.checkpoint`` refuses it.
+
+    That would keep the rows of one rank, and load them on all.
+    """
+
+    __torch_function__ = plain_results
+
+    def __create_write_items__(self, name: str, tensor: Tensor) -> Any:
+        requirement = "torch.distributed.checkpoint must get tensors that are the same on all ranks"
+        remedy = "Use sparsestep.distributed.save and load"
+        # Not a ValueError: torch replaces those by another.
+        raise NotImplementedError(message(requirement, f"a shard in {name!r}", remedy))
+
+    def __create_chunk_list__(self) -> Any:
+        self.__create_write_items__("state_dict()", self)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
 class ShardedEmbedding(ShardedModule):
     """Mixin of sharded tables."""
 
     sharded_table: ShardedTable
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        table = self.sharded_table
+        if table.placement.is_sharded and table.collectives.world_size > 1 and not keep_vars:
+            name = prefix + "weight"
+            destination[name] = destination[name].as_subclass(RowsOfRank)
 
     def extra_repr(self) -> str:
         """Torch's, and where the rows are."""

@@ -159,7 +159,8 @@ class CheckpointState:
     def model_tensors(self) -> dict[str, Tensor]:
         """The state dict of the model, but for its vocabularies."""
         others = {key for vocabulary in self.vocabularies.values() for key in vocabulary.keys}
-        return {key: each for key, each in self.model.state_dict().items() if key not in others}
+        found = self.model.state_dict()
+        return {key: each.detach() for key, each in found.items() if key not in others}
 
     def _tables_of(self, vocabulary: ModelVocabulary) -> dict[str, int | None]:
         """The tables of a vocabulary by all their names, with their padding rows."""
