@@ -32,6 +32,7 @@ from sparsestep.distributed.collectives import (
     Payload,
     Sections,
 )
+from sparsestep.distributed.placement import table_label
 from sparsestep.engines.base import certain
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
@@ -81,7 +82,7 @@ class ShardedGradSource(TableGroup):
         outgoing = OutgoingGrads([], [])
         headers = torch.empty(0, dtype=torch.int64)
         payload: Payload | None = None
-        frozen = ", ".join(repr(t.name) for t in tables if not t.weight.requires_grad) or "none"
+        frozen = ", ".join(table_label(t.name) for t in tables if not t.weight.requires_grad)
         with Caught(error) as caught:
             outgoing = OutgoingGrads.of(collect_pending(tables))
             numbers = [number for each in outgoing.grads for number in each.header()]
@@ -91,7 +92,7 @@ class ShardedGradSource(TableGroup):
             status.max_bytes = int(payload.sizes.sum(1).max())
             if len(headers) <= self.num_counts:
                 counts[:, : len(headers)], status.payload = headers, 1
-        facts = {**facts, "frozen tables": frozen}
+        facts = {**facts, "frozen tables": frozen or "none"}
         peers = self.handshake(status, counts, caught.error, facts, payload)
         none = certain(lambda: torch.zeros(world_size, dtype=torch.int64))
         transfer = Transfer(list, none, none)
@@ -142,7 +143,7 @@ class ShardedGradSource(TableGroup):
     def name_of(self, param: Tensor) -> str | None:
         """The name of the table that has a parameter, if it is one of these."""
         table = self._by_weight.get(id(param))
-        return None if table is None else repr(table.name) if table.name else "the table"
+        return None if table is None else table_label(table.name)
 
     def is_sharded(self, param: Tensor) -> bool:
         """Whether other ranks have other rows of a parameter."""

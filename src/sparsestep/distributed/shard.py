@@ -31,7 +31,7 @@ from sparsestep.distributed.collectives import Caught, Collectives, Topology, ne
 from sparsestep.distributed.grads import ShardedGradSource
 from sparsestep.distributed.lockstep import take_prefetched, use_hosts
 from sparsestep.distributed.lookup import sharded_lookup
-from sparsestep.distributed.placement import ByRow, Placement
+from sparsestep.distributed.placement import ByRow, Placement, table_label
 from sparsestep.distributed.plan import Plan, TableSize, choose_placements, resolve_name
 from sparsestep.distributed.vocabulary import share_vocabulary
 from sparsestep.distributed.wire import WireFormat, check_wire
@@ -374,7 +374,7 @@ class _Sharding:
             if vocabulary is None:
                 continue
             index = next(n for n, each in enumerate(modules) if each is table)
-            placement, who = self.placements[index], f"shard: {names[index]!r}"
+            placement, who = self.placements[index], f"shard: {table_label(names[index])}"
             if not isinstance(placement, ByRow):
                 if placement.why == "your plan":
                     requirement = f"{who} has a vocabulary, so its plan must be 'rows'"
@@ -423,7 +423,7 @@ class _Sharding:
         for table, module, first in zip(
             self.tables, self._modules.values(), self._first_with_weight, strict=True
         ):
-            of = f"of {table.name!r}" if table.name else "of the table"
+            of = f"of {table_label(table.name)}"
             facts[f"module {of}"] = "EmbeddingBag" if table.is_bag else "Embedding"
             facts[f"shape {of}"] = f"{table.rows} x {table.dim}"
             facts[f"dtype {of}"] = str(table.weight.dtype)
@@ -529,7 +529,7 @@ def _find_tables(model: nn.Module) -> dict[str, Any]:
         if isinstance(each, ShardedModule):
             reason = "it is already sharded"
         if reason is not None:
-            requirement = f"shard: {name!r} must be an ordinary table"
+            requirement = f"shard: {table_label(name)} must be an ordinary table"
             raise InputError(message(requirement, f"a {type(each).__name__}: {reason}"))
     return found
 
