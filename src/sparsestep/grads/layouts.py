@@ -25,6 +25,7 @@ from sparsestep.memory.tensors import (
     INDEX_DTYPES,
     check_has_values,
     is_distributed,
+    is_plain_meta,
     memory_of,
     out_of_range,
 )
@@ -95,7 +96,7 @@ def indexed_grad(param: Tensor, grad: Gradient, *, row_slots: bool = False) -> I
         ([[3, 1, 3]], 5, 2)
     """
     found = _convert(param, grad)
-    if found.indices is not None and found.indices.is_meta:
+    if found.indices is not None and is_plain_meta(found.indices):
         requirement = "the gradient of a parameter on the meta device must be dense"
         raise InputError(message(requirement, "one whose indices have no values"))
     return to_row_slots(param, found) if row_slots and param.dim() else found
