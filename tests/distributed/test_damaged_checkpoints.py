@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import io
 import itertools
 import os
 import shutil
@@ -22,8 +24,9 @@ from tests.ranks import Rank, ranks
 if not torch.distributed.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from sparsestep.distributed.checkpoint import TensorLayouts, _files, ignore_dcp_warnings
+from sparsestep.distributed.checkpoint import _files, ignore_dcp_warnings
 from sparsestep.distributed.checkpoint import _manifest as manifest
+from sparsestep.distributed.checkpoint._state import TensorLayouts
 
 MANIFEST, METADATA, PART = "sparsestep.json", ".metadata", "__0_0.distcp"
 
@@ -217,6 +220,51 @@ def test_ranks_that_do_not_share_a_disk(rank: Rank):
     message = said(lambda: training.load(own if rank.index else rank.folder / "shared"))
     assert "no file sparsestep.json" in message
     assert rank.index or message.startswith("rank 1: ")
+
+
+@ranks(2)
+def test_arguments_that_one_rank_refuses_are_refused_by_all(rank: Rank):
+    training, other = Training(1), Training(2)
+    folder = rank.folder / "checkpoint"
+    for work in (
+        sparsestep.distributed.save,
+        sparsestep.distributed.async_save,
+        sparsestep.distributed.load,
+    ):
+        optimizer = other.optimizer if rank.index else training.optimizer
+        message = said(partial(work, folder, training.model, optimizer))
+        assert "the parameters of the optimizer must be those of the model" in message
+        path: Any = folder if rank.index else 3
+        message = said(partial(work, path, training.model, training.optimizer))
+        assert "path must be a str or os.PathLike. Got 3" in message
+    assert not folder.exists()
+
+
+@ranks(2)
+def test_torch_cannot_take_the_shard_of_one_rank_for_all(rank: Rank):
+    """A state dict is otherwise an ordinary one, of this rank's rows."""
+    checkpoint = torch.distributed.checkpoint
+    table = nn.Embedding(4, 2)
+    sparsestep.distributed.shard(table, plan="rows")
+    whole = {"weight": torch.zeros(2, 2)}
+    checkpoint.save(whole, checkpoint_id=rank.folder / "whole")
+    before = table.weight.detach().clone()
+    for work in (checkpoint.save, checkpoint.load):
+        path = rank.folder / ("whole" if work is checkpoint.load else "shards")
+        save_or_load = partial(work, table.state_dict(), checkpoint_id=path)
+        message = said(save_or_load, BaseException)
+        assert "tensors that are the same on all ranks" in message
+    assert torch.equal(table.weight, before)
+    rank.barrier()
+    found = table.state_dict()
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    for copied in (torch.load(file), copy.deepcopy(found)):
+        assert type(copied["weight"]) is torch.Tensor
+        assert torch.equal(copied["weight"], table.weight)
+    table.load_state_dict(found)
+    assert type(found["weight"] + 1) is torch.Tensor
 
 
 # Failed allocations and Ctrl-C are in tests/faults.

@@ -159,6 +159,38 @@ def test_deferred_rows_catch_up_before_they_are_read(guard: bool):
         torch.testing.assert_close(param, its, rtol=1e-6, atol=1e-8)
 
 
+def test_products_with_the_same_table_in_one_loss():
+    """As positive and negative samples: the second catches up rows before backward of the first."""
+    ours = nn.ModuleList(tables()[:2])
+    theirs = nn.ModuleList(map(plain, ours))
+    optimizer = sparsestep.AdamW(ours.parameters(), lr=0.1, semantics="dense")
+    optimizer.track(ours)
+    dense = torch.optim.AdamW(theirs.parameters(), lr=0.1)
+    chance = torch.Generator().manual_seed(3)
+    for _ in range(6):
+        one, positive = torch.randint(30, (2, 5), generator=chance)
+        negative = torch.randint(30, (5, 2), generator=chance)
+        for both, score, opt in ((ours, embedding_dot, optimizer), (theirs, expected, dense)):
+            opt.zero_grad()
+            scores = [score(both[0], one, both[1], ids).sin().sum() for ids in (positive, negative)]
+            sum(scores).backward()
+            opt.step()
+    optimizer.catch_up()
+    for param, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(param, its, rtol=1e-6, atol=1e-8)
+
+
+def test_a_table_that_was_written_before_backward_is_refused():
+    left, right, _ = tables()
+    optimizer = sparsestep.AdamW([left.weight, right.weight], semantics="dense")
+    optimizer.track(nn.ModuleList([left, right]))
+    scores = embedding_dot(left, torch.tensor([3]), right, torch.tensor([[4, 5]]))
+    with torch.no_grad():
+        right.weight[4] = 0.0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.sum().backward()
+
+
 # Penalties
 
 L2_IDS = {**IDS, "scalar": torch.tensor(7), "3-D": ids_of(2, 3, 4)}

@@ -175,6 +175,18 @@ def test_training_goes_on_from_a_checkpoint(how: str):
     assert all_same_bits(model.state_dict().values(), other.state_dict().values())
 
 
+def test_a_checkpoint_without_classes_keeps_those_of_the_groups_and_their_defaults():
+    model = nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 2))
+    opt = optimizer_for(model, sparsestep.AdamW, tables=sparsestep.SparseAdam)
+    saved = copy.deepcopy(opt.state_dict())
+    classes = [group.pop("optimizer") for group in saved["param_groups"]]
+    opt.load_state_dict(saved)
+    assert [group["optimizer"] for group in opt.param_groups] == classes
+    for name in classes:
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "optimizer": name})
+        assert ("differentiable" in opt.param_groups[-1]) == (name == "AdamW")
+
+
 def test_schedulers_and_zero_grad():
     model, opt = made()
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)

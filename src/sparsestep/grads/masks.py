@@ -58,10 +58,17 @@ def selection_of(mask: Tensor, param: Tensor) -> MaskSelection:
     """Return what a mask selects of a parameter; of a DTensor, what is in its local part."""
     if not is_distributed(param):
         return MaskSelection(mask, param.shape)
+    return MaskSelection(local_mask(mask, param), memory_of(param).shape)
+
+
+def local_mask(mask: Tensor, param: Tensor) -> Tensor:
+    """Return the part of a mask that belongs to the local part of a DTensor parameter."""
+    if not is_distributed(param):
+        return mask
     if any(type(each).__name__ not in ("Shard", "Replicate") for each in param.placements):
         requirement = "a DTensor parameter with a mask must have the placements Shard or Replicate"
         raise InputError(message(requirement, param.placements))
-    return MaskSelection(mask[local_slices(param)[: mask.dim()]], memory_of(param).shape)
+    return mask[local_slices(param)[: mask.dim()]]
 
 
 def per_param(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
