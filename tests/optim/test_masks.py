@@ -307,21 +307,21 @@ def assert_packed(opt: Any, param: Tensor, mask: Tensor) -> None:
 def changing_masks() -> list[Tensor]:
     """Elements, two of every four, and blocks."""
     found = []
-    for change in range(0, 80, 3):
+    for change in range(0, 100, 3):
         order = torch.rand(36, 4, generator=seeded(change)).argsort(1)
         blocks = random_mask(change, (3, 1, 4, 1), 0.5).expand(-1, 3, -1, 4)
         found += [random_mask(change), (order < 2).view(SHAPE), blocks.reshape(SHAPE)]
-    return found[:80]
+    return found[:100]
 
 
-gradients = cache(lambda: [gradient(step) for step in range(80)])
+gradients = cache(lambda: [gradient(step) for step in range(100)])
 
 
 @each_packed
 def test_packed_state_has_the_bits_of_dense_state_and_of_the_reference_engine(
     variant: Variant, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """Under another mask in every step."""
+    """Under a hundred masks, another one in every step."""
     use_ieee_operations(monkeypatch)
     params, packs_by = [new_param() for _ in range(3)], states.packs_by
     packed, reference, dense = params
