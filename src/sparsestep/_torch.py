@@ -10,8 +10,8 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -131,6 +131,41 @@ dispatch_modes: Callable[[], int] = _private(
     "leave lookups to torch where something watches its operations",
     lambda: 1,  # something may
 )
+
+
+_clear_transforms: Callable[[], Any] = _private(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "catch up deferred rows under vmap and the like",
+    nullcontext,
+)
+_disable_modes: Callable[[], Any] = _private(
+    "torch.utils._python_dispatch._disable_current_modes",
+    "catch up deferred rows while torch.export traces a model",
+)
+_is_wrapped: Callable[[Tensor], bool] = _private(
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "see what vmap and the like have wrapped",
+    lambda tensor: False,
+)
+_unwrap: Callable[[Tensor], Tensor] = _private(
+    "torch._C._functorch.get_unwrapped", "read what vmap and the like have wrapped", None
+)
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Run code as if no transform of torch.func and no tracer were active."""
+    with _clear_transforms(), _disable_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def unwrapped(tensor: Any) -> Any:
+    """The tensor that transforms of torch.func have wrapped; the compiler has its own."""
+    if torch.compiler.is_dynamo_compiling():
+        return tensor
+    while isinstance(tensor, Tensor) and _is_wrapped(tensor):
+        tensor = _unwrap(tensor)
+    return tensor
 
 
 def forward_level() -> int:

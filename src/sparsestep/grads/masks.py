@@ -19,7 +19,7 @@ from sparsestep._native import ext
 from sparsestep._torch import local_slices, version_of
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad, check_indices
-from sparsestep.memory.tensors import check_has_values, is_distributed, memory_of
+from sparsestep.memory.tensors import check_has_values, is_distributed, is_plain_meta, memory_of
 
 Masks = Tensor | Sequence[Tensor | None] | None
 
@@ -50,7 +50,7 @@ def check_mask(name: str, mask: Tensor | None, param: Tensor, *, defers: bool = 
         requirement = f"{name} must have shape {wanted} and be on {param.device}"
         raise InputError(message(requirement, f"{tuple(mask.shape)} on {mask.device}"))
     check_has_values(name, mask)
-    if mask.is_meta:
+    if is_plain_meta(mask):
         raise InputError(message(f"{name} must have values", "a tensor on the meta device"))
 
 

@@ -143,12 +143,12 @@ def explain_density(param: Tensor, *, is_deferred: bool) -> str:
     if is_deferred and share > _DENSE_IS_FASTER_DEFERRED:
         return (
             "sparse gradient in more than a quarter of the rows: with semantics='dense', a dense "
-            "one (sparse=False) is faster."
+            "one (torch.nn.Embedding, sparse=False) is faster."
         )
     if share > _DENSE_IS_FASTER:
         return (
-            "sparse gradient in more than half of the rows: a dense one (sparse=False) is faster, "
-            "but moves all rows."
+            "sparse gradient in more than half of the rows: a dense one (torch.nn.Embedding, "
+            "sparse=False) is faster, but moves all rows."
         )
     return ""
 

@@ -451,6 +451,8 @@ def check_rows(name: str, rows: Tensor, param: Tensor) -> Tensor:
     if not isinstance(rows, Tensor) or rows.dtype not in INTEGER_DTYPES:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(message("rows must be an integer tensor", got))
+    if rows.layout is not torch.strided or rows.is_nested:
+        raise InputError(message("rows must be a strided tensor", rows.layout))
     rows, count = rows.reshape(-1).long(), len(param) if param.dim() else 1
     outside = parameters.out_of_range(rows, count)
     if outside is not None:
