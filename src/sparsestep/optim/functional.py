@@ -452,7 +452,11 @@ class FunctionalOptimizer:
             return
         with self._adding_lock:  # or a new one might be removed again
             params = list(self.param_group["params"])
-        gradients = list(gradients)
+        try:
+            gradients = list(gradients)
+        except TypeError:
+            requirement = f"{type(self).__name__}: step needs a list of gradients"
+            raise InputError(message(requirement, f"a {type(gradients).__name__}")) from None
         if len(params) != len(gradients):
             raise InputError(
                 f"{type(self).__name__}: expected {counted(len(params), 'gradient')}, got "
