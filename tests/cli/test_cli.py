@@ -77,7 +77,10 @@ def test_every_command_has_help_with_an_example(capsys: Captured) -> None:
         ("demo --dim 1e3", "--dim: must be a whole number from 1 to 1024. Got '1e3'."),
         ("demo --seconds nan", "--seconds: must be a number from 1 to 86,400. Got 'nan'."),
         ("demo --out a.svg", "--out: must end in .png. Got 'a.svg'."),
-        ("demo --out missing/a.png", "writable file (No such file or directory). Got 'missing/a.png'."),
+        (
+            "demo --out missing/a.png",
+            "writable file (No such file or directory). Got 'missing/a.png'.",
+        ),
         *(
             (f"plan --tables {table}", "a table must be NAME=ROWSxDIM")
             for table in ("user", "user=0x4", "=5x4", "user=5xtall", "user=²x4", f"u={10**20}x4")
