@@ -178,7 +178,7 @@ def forward_level() -> int:
 
 
 def assume_constant_result(function: Function) -> Function:
-    """Have torch.compile call a function when it traces, and take the result for a constant.
+    """Make torch.compile call a function while it traces, and treat the result as a constant.
 
     ``torch.compiler.assume_constant_result`` does the same, but imports the compiler first, which
     takes a second.
@@ -340,7 +340,7 @@ def group_timeout(group: Any) -> timedelta | None:
 
 
 def ignored_by_ddp(model: nn.Module, names: Iterable[str]) -> None:
-    """Have DistributedDataParallel leave parameters alone, by the attribute that it looks for."""
+    """Exclude parameters from DistributedDataParallel, by the attribute that it reads."""
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     model._ddp_params_and_buffers_to_ignore = [*before, *names]  # type: ignore[assignment]
 
@@ -355,7 +355,7 @@ def is_called_by_checkpoint() -> bool:
 
 
 def register_overlapped(theirs: type, ours: type) -> None:
-    """Have DDP use a class of ours for optimizers, where it can overlap them with backward."""
+    """Register a class for DDP to use when it overlaps optimizers with backward."""
     with suppress(ImportError):
         from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
 

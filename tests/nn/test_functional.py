@@ -93,6 +93,22 @@ def test_weights_and_torchs_modules():
         assert table.weight.grad.indexed().values.shape == (9, 37)
 
 
+@pytest.mark.parametrize("frozen", range(3))
+def test_one_table_may_be_frozen(frozen: int):
+    ours, one, several = tables(), ids_of(9), IDS["several each"]
+    theirs = [plain(table) for table in ours]
+    ours[frozen].requires_grad_(False)
+    left, right, relation = ours
+    found = embedding_dot(left, one, right, several, diagonal=relation, diagonal_ids=one)
+    found.sum().backward()
+    expected(theirs[0], one, theirs[1], several, theirs[2](one)).sum().backward()
+    for number, (table, copied) in enumerate(zip(ours, theirs, strict=True)):
+        if number == frozen:
+            assert table.weight.grad is None
+        else:
+            close(table.weight.grad, copied.weight.grad)
+
+
 def test_padding_has_no_gradient_and_rows_are_renormalized():
     left, right, _ = tables(padding_idx=3, max_norm=0.5)
     ids = torch.full((9, 2), 3)

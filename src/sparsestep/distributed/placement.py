@@ -287,6 +287,11 @@ class Replicated(Placement):
 PLACEMENTS: dict[str, type[Placement]] = {each.kind: each for each in (ByTable, ByRow, Replicated)}
 
 
+def table_label(name: str) -> str:
+    """A table in a message; a model that is a table itself has no name."""
+    return repr(name) if name else "the table"
+
+
 def check_int(who: str, name: str, value: object, least: int, most: int = _MAX_SIZE) -> None:
     """Raise if an argument is no integer in a range."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
