@@ -142,6 +142,10 @@ _disable_modes: Callable[[], Any] = _private(
     "torch.utils._python_dispatch._disable_current_modes",
     "catch up deferred rows while torch.export traces a model",
 )
+_disable_function_modes: Callable[[], Any] = _private(
+    "torch._C.DisableTorchFunction",
+    "catch up deferred rows while torch.export traces a model",
+)
 _is_wrapped: Callable[[Tensor], bool] = _private(
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "see what vmap and the like have wrapped",
@@ -155,7 +159,7 @@ _unwrap: Callable[[Tensor], Tensor] = _private(
 @contextmanager
 def outside_transforms() -> Iterator[None]:
     """Run code as if no transform of torch.func and no tracer were active."""
-    with _clear_transforms(), _disable_modes(), torch._C.DisableTorchFunction():
+    with _clear_transforms(), _disable_modes(), _disable_function_modes():
         yield
 
 

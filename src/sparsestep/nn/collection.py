@@ -163,7 +163,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         ]
 
     def _named_tables(self) -> list[tuple[str, EmbeddingBag]]:
-        """All tables, of which some may be the same."""
+        """Each table with its name; one table may have several names."""
         tables: Any = self.tables
         if isinstance(self.tables, torch.nn.ModuleDict):
             tables = self.tables.values()

@@ -127,7 +127,7 @@ def _select(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[
         return tables
     if callable(only):
         return {name: table for name, table in tables.items() if only(name, table)}
-    # A module that is there under several names may be called by any of them.
+    # A module may have several names.
     everything = list(model.named_modules(remove_duplicate=False))
     with usable("fuse: only must be a name, a list of names, or a function of name and module"):
         names = [only] if isinstance(only, str) else list(only)
@@ -226,7 +226,7 @@ def _fused(kind: type) -> Any:
         return ours
 
     def reduce(self: Any, protocol: Any) -> Any:
-        # This class has no name to be found by when a module is loaded, or copied.
+        # Pickle cannot find this class by its name.
         made = super(fused, self).__reduce_ex__(max(2, protocol))
         if made[0] is copyreg.__newobj__ and made[1][0] is fused:  # type: ignore[attr-defined]
             return (_new, (kind, *made[1][1:]), *made[2:])

@@ -46,8 +46,8 @@ class NgramEmbedding(nn.EmbeddingBag):
         combine: ``"sum"`` adds up the rows of a position; ``"cat"`` concatenates them, order by
             order and, within an order, head by head.
         seed: another seed gives another hash.
-        weight: the table, ``[num_embeddings, embedding_dim]``, used as it is. By default it is
-            drawn from a normal distribution, as that of ``nn.Embedding``.
+        weight: the table, ``[num_embeddings, embedding_dim]``, used without a copy. By default it
+            is drawn from a normal distribution, as that of ``nn.Embedding``.
 
     Attributes:
         weight: the table.
@@ -189,7 +189,7 @@ class NgramEmbedding(nn.EmbeddingBag):
         Returns:
             ``ngrams``, the number of distinct n-grams, of all orders; ``rows``, the number of
             distinct rows that they have; ``collision_rate``, the fraction of these n-grams, each
-            counted once per head, that share a row with another. To be expected are about
+            counted once per head, that share a row with another. Expect about
             ``1 - exp(-ngrams * heads / num_embeddings)``.
 
         Raises:
@@ -246,7 +246,7 @@ class NgramEmbedding(nn.EmbeddingBag):
         return rows[is_present], functional.pad(sizes.cumsum(0), (1, 0))
 
     def _embed_with_torch(self, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
-        """The same with shapes that depend on no value, and torch's gradient."""
+        """Look up in torch operations whose shapes do not depend on values."""
         self._check_inputs(tokens, document_ids)
         rows, is_present = self._hash(tokens, document_ids)
         found = functional.embedding(rows, self.weight)
