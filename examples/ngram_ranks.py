@@ -42,8 +42,9 @@ class GPT(nn.Module):
         torch.manual_seed(0)
         self.bytes = nn.Embedding(256, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
-        options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
-        self.block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, **options)
+        self.block = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
 
     def forward(self, tokens: Tensor, found: Tensor) -> Tensor:

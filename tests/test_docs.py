@@ -49,6 +49,9 @@ def test_the_code_of_a_page_runs(page: Path):
             )
             runner.run(examples, out=printed.append, clear_globs=False)
             namespace.update(examples.globs)
+    # Compiled functions keep the namespace alive, and with it models that are tracked.
+    for name in [name for name in namespace if not name.startswith("__")]:
+        del namespace[name]
     assert not printed, "".join(printed)
 
 

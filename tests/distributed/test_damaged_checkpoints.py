@@ -18,6 +18,7 @@ from torch import nn
 
 import sparsestep
 from tests.distributed.runs import said
+from tests.faults.snapshot import Snapshot, snapshot
 from tests.ranks import Rank, ranks
 
 if not torch.distributed.is_available():
@@ -28,6 +29,10 @@ from sparsestep.distributed.checkpoint import _manifest as manifest
 from sparsestep.distributed.checkpoint._state import TensorLayouts
 
 MANIFEST, METADATA, PART = "sparsestep.json", ".metadata", "__0_0.distcp"
+
+
+def of_both(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    return snapshot({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
 class Training:
@@ -54,9 +59,9 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def snapshot(self) -> str:
+    def snapshot(self) -> Snapshot:
         """Everything that a load may change."""
-        return repr(_as_lists((self.model.state_dict(), self.optimizer.state_dict())))
+        return of_both(self.model, self.optimizer)
 
     def save(self, folder: Path) -> None:
         sparsestep.distributed.save(folder, self.model, self.optimizer)
@@ -68,17 +73,7 @@ class Training:
         sparsestep.distributed.load(folder, self.model, self.optimizer)
 
 
-def _as_lists(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.tolist()
-    if isinstance(value, dict):
-        return {key: _as_lists(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, list | tuple):
-        return [_as_lists(each) for each in value]
-    return value
-
-
-def loaded(folder: Path) -> str:
+def loaded(folder: Path) -> Snapshot:
     """What a new training has after it has loaded a checkpoint."""
     training = Training(3)
     training.load(folder)
@@ -341,7 +336,7 @@ def test_a_crafted_shape_is_refused_by_all_ranks(rank: Rank):
         (path / MANIFEST).write_bytes(found._replace(entries=entries).encode())
     rank.barrier()
     model, optimizer = trained("tables")
-    before = repr(_as_lists((model.state_dict(), optimizer.state_dict())))
+    before = of_both(model, optimizer)
     load = partial(sparsestep.distributed.load, path, model, optimizer)
     assert "a tensor of shape (1,) in a table of 7 rows" in said(load)
-    assert repr(_as_lists((model.state_dict(), optimizer.state_dict()))) == before
+    assert of_both(model, optimizer) == before

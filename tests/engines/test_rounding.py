@@ -16,6 +16,7 @@ import sparsestep
 from sparsestep.engines import rounding
 from sparsestep.optim import OPTIMIZERS
 from tests.generate.layouts import Entries
+from tests.optim.own_rules import seeded
 from tests.properties.marks import QUIET
 from tests.subject import by_hand
 from tests.table import Variant, all_same_bits, each_engine, running_on, same_bits
@@ -24,10 +25,6 @@ pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
 HALVES = [torch.bfloat16, torch.float16]
 each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 INF, NAN = math.inf, math.nan
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def wide_values(count: int = 4000) -> Tensor:

@@ -19,21 +19,14 @@ from sparsestep import storage
 from sparsestep.nn import NgramEmbedding, ngram
 from tests.ieee import use_ieee_operations
 from tests.nn.cases import plain, same
-
-MASK = (1 << 64) - 1
-
-
-def mix(x: int) -> int:
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
-    return x ^ (x >> 31)
+from tests.nn.test_id_table import splitmix64
 
 
 def row_of(tokens: list[int], seed: int, head: int, rows: int) -> int:
     """As the docstring says."""
-    h = mix(mix(mix(seed) ^ len(tokens)) ^ head)
+    h = splitmix64(splitmix64(splitmix64(seed) ^ len(tokens)) ^ head)
     for token in tokens:
-        h = mix((h ^ token) + 0x9E3779B97F4A7C15 & MASK)
+        h = splitmix64((h ^ token) + 0x9E3779B97F4A7C15)
     return (h >> 1) % rows
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep import IndexedGrad, RowwiseAdagrad, RowwiseAdam
-from tests.subject import refused
+from tests.subject import Subject, refused
 from tests.table import all_same_bits, each_engine, randn, running_on, same_bits, state_tensors
 
 SHAPE = (6, 4)
@@ -40,10 +40,6 @@ def step(opt: Any, *grads: Any) -> None:
 
 def second_of(opt: Any, param: Tensor) -> Tensor:
     return opt.state[param][KINDS[type(opt)][2]]
-
-
-def tensors(opt: Any) -> list[Tensor]:
-    return [*(param.detach() for param in opt.params()), *state_tensors(opt)]
 
 
 # Which formula
@@ -91,7 +87,7 @@ def test_the_first_gradient_decides(cls: Any, semantics: Any, first: str, engine
                 step(each, kinds[(seed + (first == "dense")) % 2](seed))
                 each.catch_up()
     assert (second_of(opt, next(opt.params())).dim() == 2) == (first == "dense")
-    for mine, theirs in zip(tensors(opt), tensors(expected), strict=True):
+    for mine, theirs in zip(Subject(opt).tensors, Subject(expected).tensors, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 

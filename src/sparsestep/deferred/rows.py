@@ -73,6 +73,8 @@ class DeferredRows:
         self._min_step = done  # the step that every row has reached
         self._sweep_position: tuple[int, int] | None = None  # next row, steps when it began
         self._version: tuple[int, int] | None = None  # of the parameter after our latest write
+        # How often a catch-up has changed the parameter's version; it leaves current rows alone.
+        self.catch_up_writes: int = 0
         self.in_step: bool = False  # a step or a catch-up is running, which may read deferred rows
         self.caught_up_by_user: bool = False  # by ``catch_up``, since the latest step
         self.dense_reader: str | None = None  # module that read all rows since the latest step
@@ -210,6 +212,7 @@ class DeferredRows:
         if mapped_files:
             about_to_write(param, state, rows)
         in_step, self.in_step = self.in_step, True
+        before = version_of(param)
         self._version = None  # in case an exception comes between the write and the new version
         try:
             stale = None
@@ -218,6 +221,7 @@ class DeferredRows:
             if stale is None:
                 stale = catch_up_reference(self, param, state, rows)
             self._version = _write_version(param)
+            self.catch_up_writes += self._version[0] - before
             if mapped_files:
                 written([param])
             return stale

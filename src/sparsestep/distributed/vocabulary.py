@@ -291,7 +291,7 @@ class Vocabulary(nn.Module):
         shared, ranks = self.local.options.shared, self.collectives
         local = other.local if isinstance(other, Vocabulary) else other
         if not isinstance(local, LocalVocabulary) or local.options.shared != shared:
-            requirement = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
+            requirement = "Vocabulary.merge: other must be a Vocabulary with as many shared rows"
             raise InputError(message(requirement, other))
         if isinstance(other, Vocabulary):
             theirs = other.collectives

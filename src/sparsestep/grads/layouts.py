@@ -25,6 +25,7 @@ from sparsestep.memory.tensors import (
     INDEX_DTYPES,
     check_has_values,
     is_distributed,
+    is_plain_meta,
     memory_of,
     out_of_range,
 )
@@ -95,7 +96,7 @@ def indexed_grad(param: Tensor, grad: Gradient, *, row_slots: bool = False) -> I
         ([[3, 1, 3]], 5, 2)
     """
     found = _convert(param, grad)
-    if found.indices is not None and found.indices.is_meta:
+    if found.indices is not None and is_plain_meta(found.indices):
         requirement = "the gradient of a parameter on the meta device must be dense"
         raise InputError(message(requirement, "one whose indices have no values"))
     return to_row_slots(param, found) if row_slots and param.dim() else found
@@ -145,7 +146,7 @@ def _check_matches(param: Tensor, grad: Tensor) -> None:
 
 
 def _dtypes_compatible(param: torch.dtype, grad: torch.dtype) -> bool:
-    """Real with real, of any precision: the arithmetic is done in the widest anyway."""
+    """Whether dtypes are equal or both real: arithmetic uses the wider of two real ones."""
     return param == grad or (param in FLOAT_DTYPES and grad in FLOAT_DTYPES)
 
 
@@ -439,13 +440,13 @@ def _num_value_rows(
     """Return the number of rows of values. Raises if entries do not fit them."""
     rows = values.numel() // slot_size if slot_size else math.prod(values.shape[:1])
     if values.numel() != rows * slot_size or (value_index is None and rows != entries):
-        requirement = f"{entries} indices need as many rows of {slot_size} values"
-        if value_index is not None:
-            requirement = f"the values must be rows of {slot_size}"
+        requirement = f"the values must be rows of {slot_size}"
+        if value_index is None:
+            requirement += f", one per index, {entries}"
         raise InputError(message(requirement, f"values of shape {tuple(values.shape)}"))
     if value_index is not None:
         if value_index.numel() != entries:
-            requirement = f"{entries} indices need as many entries in value_index"
+            requirement = f"value_index must have one entry per index, {entries}"
             raise InputError(message(requirement, value_index.numel()))
         bad = out_of_range(value_index, rows)
         if bad is not None:
@@ -456,7 +457,8 @@ def _num_value_rows(
 
 def _scale_field(scale: Tensor, values: Tensor, entries: int) -> Tensor:
     if scale.numel() != entries:
-        raise InputError(message(f"{entries} indices need as many entries in scale", scale.numel()))
+        requirement = f"scale must have one entry per index, {entries}"
+        raise InputError(message(requirement, scale.numel()))
     if scale.dtype not in FLOAT_DTYPES:
         requirement = "the scale of an IndexedGrad must be of a float dtype"
         raise InputError(message(requirement, scale.dtype))

@@ -19,7 +19,7 @@ from sparsestep._native import ext
 from sparsestep._torch import local_slices, version_of
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad, check_indices
-from sparsestep.memory.tensors import check_has_values, is_distributed, memory_of
+from sparsestep.memory.tensors import check_has_values, is_distributed, is_plain_meta, memory_of
 
 Masks = Tensor | Sequence[Tensor | None] | None
 
@@ -50,7 +50,7 @@ def check_mask(name: str, mask: Tensor | None, param: Tensor, *, defers: bool = 
         requirement = f"{name} must have shape {wanted} and be on {param.device}"
         raise InputError(message(requirement, f"{tuple(mask.shape)} on {mask.device}"))
     check_has_values(name, mask)
-    if mask.is_meta:
+    if is_plain_meta(mask):
         raise InputError(message(f"{name} must have values", "a tensor on the meta device"))
 
 
@@ -58,10 +58,17 @@ def selection_of(mask: Tensor, param: Tensor) -> MaskSelection:
     """Return what a mask selects of a parameter; of a DTensor, what is in its local part."""
     if not is_distributed(param):
         return MaskSelection(mask, param.shape)
+    return MaskSelection(local_mask(mask, param), memory_of(param).shape)
+
+
+def local_mask(mask: Tensor, param: Tensor) -> Tensor:
+    """Return the part of a mask that belongs to the local part of a DTensor parameter."""
+    if not is_distributed(param):
+        return mask
     if any(type(each).__name__ not in ("Shard", "Replicate") for each in param.placements):
         requirement = "a DTensor parameter with a mask must have the placements Shard or Replicate"
         raise InputError(message(requirement, param.placements))
-    return MaskSelection(mask[local_slices(param)[: mask.dim()]], memory_of(param).shape)
+    return mask[local_slices(param)[: mask.dim()]]
 
 
 def per_param(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]:

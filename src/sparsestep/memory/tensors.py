@@ -112,6 +112,11 @@ def check_has_values(name: str, tensor: Tensor) -> None:
         raise InputError(message(requirement, got, "Pass an ordinary tensor"))
 
 
+def is_plain_meta(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape alone. Subclasses on the meta device may have values."""
+    return tensor.is_meta and type(tensor) is Tensor
+
+
 def _has_memory(tensor: Tensor) -> bool:
     """Whether the storage covers all elements."""
     if not address(tensor):

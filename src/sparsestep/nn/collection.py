@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
@@ -123,6 +123,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         if isinstance(tables, Mapping):
             self.names = [_checked_name(name) for name in tables]
             tables = list(tables.values())
+        elif not isinstance(tables, Iterable):
+            raise self._refusal("tables must be a list or a dict", type(tables).__name__)
         made = [
             _table(place if self.names is None else self.names[place], each, options)
             for place, each in enumerate(tables)

@@ -12,7 +12,6 @@ from sparsestep.deferred.tracking import catch_up_guarded
 from sparsestep.errors import InputError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
-from sparsestep.memory.tensors import memory_of
 from sparsestep.nn.embedding import Embedding, EmbeddingBag
 from sparsestep.nn.interop import excluded_from_compile, materialize_for_ddp, uses_torch_ops
 from sparsestep.nn.lookup import (
@@ -20,6 +19,7 @@ from sparsestep.nn.lookup import (
     SUM,
     Lookup,
     LookupResult,
+    SavedTable,
     check_ids,
     embed,
     first_derivative,
@@ -161,9 +161,9 @@ class _RowsDot(torch.autograd.Function):
         else:
             result = found[0]
         ctx.options = weight.shape, table
+        ctx.weight = SavedTable(weight)
         # The ids are saved even if they are not used: they must not change before backward.
-        saved = rows, memory_of(weight), ids, result.indices, result.value_index
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(rows, ids, result.indices, result.value_index)
         return result.output.view(ids.shape)
 
     @staticmethod
@@ -172,8 +172,8 @@ class _RowsDot(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> Any:
-    rows, weight, ids, indices, value_index = ctx.saved_tensors
-    shape, table = ctx.options
+    rows, ids, indices, value_index = ctx.saved_tensors
+    (shape, table), weight = ctx.options, ctx.weight.memory()
     grad = grad.contiguous()
     rows_grad = weight_grad = None
     if ctx.needs_input_grad[0]:
@@ -235,8 +235,8 @@ def embedding_l2(
     """
     is_module = isinstance(table, nn.Module)
     module: Any = table if is_module else Weight(table)  # type: ignore[arg-type]
-    weight: Any = getattr(module, "weight", None)
-    if isinstance(weight, Tensor) and source_of(weight) is not None:
+    part = getattr(module, "weight", None)
+    if isinstance(part, Tensor) and source_of(part) is not None:
         got, remedy = "a sharded one", "Use decoupled weight decay"
         raise _error("table must be on this process", got, "embedding_l2", remedy)
     if is_module and type(module).forward not in _FORWARDS:
@@ -244,13 +244,8 @@ def embedding_l2(
         raise _error(requirement, type(table).__name__, "embedding_l2")
     weight = _weight_of(table, "table", "embedding_l2")
     check_ids(module, weight, ids)
-    fits = isinstance(weights, Tensor) and weights.shape == ids.shape
-    if weights is not None and not (fits and weights.is_floating_point()):
-        requirement = f"weights must be a float tensor of the shape of the ids, {tuple(ids.shape)}"
-        got = type(weights).__name__
-        if isinstance(weights, Tensor):
-            got = f"a {weights.dtype} tensor of shape {tuple(weights.shape)}"
-        raise _error(requirement, got, "embedding_l2")
+    if weights is not None:
+        _check_l2_weights(weights, ids)
     if is_module:
         call_forward_pre_hooks(module, ids)
     ids = ids.reshape(-1)
@@ -292,6 +287,18 @@ def _l2_backward(ctx: Any, grad: Tensor) -> Any:
     ids, rows = ctx.saved_tensors
     part = grad_of_ids(ctx.shape, ids.long(), rows * (2 * grad))
     return CompactGrad.of([part], ctx.shape, rows), None, None
+
+
+def _check_l2_weights(weights: Any, ids: Tensor) -> None:
+    requirement = f"weights must be a float tensor of the shape of the ids, {tuple(ids.shape)}"
+    if not isinstance(weights, Tensor):
+        raise _error(requirement, type(weights).__name__, "embedding_l2")
+    if not weights.is_floating_point() or weights.shape != ids.shape:
+        got = f"a {weights.dtype} tensor of shape {tuple(weights.shape)}"
+        raise _error(requirement, got, "embedding_l2")
+    if weights.layout is not torch.strided or weights.device != ids.device:
+        requirement = f"weights must be a strided tensor on the ids' device, {ids.device}"
+        raise _error(requirement, f"{weights.layout} on {weights.device}", "embedding_l2")
 
 
 def _weight_of(table: Any, name: str, who: str = "embedding_dot") -> Tensor:

@@ -42,14 +42,12 @@ def fuse(model: Model, *, only: Only = None) -> Model:
     """Convert the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules of a model to ours, in place.
 
     The modules stay the same objects and keep their weights, hooks and options, so existing
-    optimizers and references keep working. A subclass of torch's modules keeps its class and its
-    methods, too.
-
-    So does one whose own ``forward`` reads the table by ``super().forward(ids)`` alone, such as the
-    scaled embeddings of Transformers. A module with any other ``forward``, or with a weight that is
-    computed from others, is not converted; a warning lists these modules, except for those that
-    ``only`` leaves out. Converted modules are logged (``logging.getLogger("sparsestep")``, level
-    INFO).
+    optimizers and references keep working. Subclasses of torch's modules are converted, too, and
+    keep their methods. If they have a ``forward``, it has to read the table by
+    ``super().forward(ids)`` alone, as those of Transformers' scaled embeddings do. Other modules,
+    and those with a weight that is computed from others, are not converted; a warning lists them,
+    except for those that ``only`` leaves out. Converted modules are logged
+    (``logging.getLogger("sparsestep")``, level INFO).
 
     Args:
         model: the model; may be a single embedding.

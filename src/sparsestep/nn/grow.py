@@ -30,7 +30,7 @@ def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
     ``is_part``: it is known to be this process's part of a sharded table.
     """
     if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
-        requirement = f"{who}: it must be an nn.Embedding or nn.EmbeddingBag"
+        requirement = f"{who}: the table must be an nn.Embedding or nn.EmbeddingBag"
         remedy = "Pass one of its tables" if isinstance(table, nn.Module) else ""
         raise InputError(message(requirement, f"a {type(table).__name__}", remedy))
     if isinstance(table, NgramEmbedding):

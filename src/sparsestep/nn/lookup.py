@@ -24,7 +24,7 @@ from sparsestep._torch import (
     uses,
     uses_of_memory,
 )
-from sparsestep.deferred.tracking import catch_up_guarded
+from sparsestep.deferred.tracking import catch_up_guarded, version_for_readers
 from sparsestep.errors import InputError, RangeError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.indexed import IndexedGrad
@@ -422,6 +422,26 @@ def describe(thing: object) -> str:
 # Gradients
 
 
+class SavedTable:
+    """A table whose rows backward reads again.
+
+    Autograd would refuse it if another lookup has caught up deferred rows in the meantime.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._version = version_for_readers(weight)
+
+    def memory(self) -> Tensor:
+        """Return the table, or refuse one that was changed."""
+        if version_for_readers(self._weight) != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: an embedding's weight, of shape {tuple(self._weight.shape)}."
+            )
+        return memory_of(self._weight)
+
+
 class _Embed(torch.autograd.Function):
     """All lookups at once; takes all weights, then all per_sample_weights."""
 
@@ -430,7 +450,7 @@ class _Embed(torch.autograd.Function):
         ctx: Any, lookups: list[Lookup], results: list[LookupResult], *tensors: Any
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.lookups = []
+        ctx.lookups, ctx.tables = [], []
         saved: list[Tensor | None] = []
         outputs = []
         needs_weights_grad = ctx.needs_input_grad[2 + len(lookups) :]
@@ -442,7 +462,8 @@ class _Embed(torch.autograd.Function):
             if result.indices is not None and weights is None:
                 offsets = None  # the bag of each id is known
             # The ids are saved even if they are not used: they must not change before backward.
-            saved += (memory_of(weight) if needs_table else None, ids, offsets, weights, *found)
+            saved += (ids, offsets, weights, *found)
+            ctx.tables.append(SavedTable(weight) if needs_table else None)
         ctx.save_for_backward(*saved)
         return tuple(outputs)
 
@@ -459,7 +480,8 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[n]
         if grad is None:
             continue
-        weight, ids, offsets, weights, *result = saved[per_table * n : per_table * (n + 1)]
+        ids, offsets, weights, *result = saved[per_table * n : per_table * (n + 1)]
+        weight: Any = None if ctx.tables[n] is None else ctx.tables[n].memory()
         lookup = Lookup(weight, ids, offsets, include_last_offset, weights, *options)
         if needs_grad[n]:
             part = weight_grad(shape, lookup, LookupResult(grad, *result), grad)

@@ -664,7 +664,7 @@ class RuleOptimizer(_Base):
                     self.state[param] = param_state
 
     def _complete_on_demand(self) -> None:
-        """Have torch's checkpoints find state for every parameter."""
+        """Let torch's checkpoints create missing state."""
         if not isinstance(self.state, states.OptimizerState):
             self.state = states.OptimizerState(self.state, self.complete_state)
 
@@ -764,12 +764,27 @@ class RuleOptimizer(_Base):
         writes: RowWrites,
         *,
         is_overwritten: bool = False,
-        values: list[float] | None = None,
     ) -> None:
         """Add the reset of the rows' state to ``writes``: everything that can raise.
 
         Rows of the parameter that are overwritten as well need not catch up.
         """
+        self.group_of(param)  # raises if there is none
+        if is_distributed(param):
+            requirement = "state of parameters that are sharded across processes cannot be reset"
+            raise InputError(message(requirement, "a DTensor"))
+        self._prepare_row_reset(param, rows, writes, is_overwritten=is_overwritten)
+
+    def _prepare_row_reset(
+        self,
+        param: Tensor,
+        rows: Tensor,
+        writes: RowWrites,
+        *,
+        is_overwritten: bool = False,
+        values: list[float] | None = None,
+    ) -> None:
+        """The same for rows of the local part, which start over from ``values``."""
         tensors, defaults = self._resettable_state(param)
         values = values if tensors and values is not None else defaults
         memory = memory_of(param)
@@ -796,9 +811,6 @@ class RuleOptimizer(_Base):
     def _resettable_state(self, param: Tensor) -> tuple[list[Tensor], list[float]]:
         """Return the state tensors of a parameter, writable, and their initial values."""
         group = self.group_of(param)
-        if is_distributed(param):
-            requirement = "state of parameters that are sharded across processes cannot be reset"
-            raise InputError(message(requirement, "a DTensor"))
         memory, (rule, param_state, layout) = memory_of(param), self.stored_state(param)
         if not param_state or not states.is_complete(rule, param_state):
             return [], []
@@ -834,7 +846,7 @@ class RuleOptimizer(_Base):
         Args:
             param: one of this optimizer's parameters.
             mask: a bool tensor over the rows or the elements of the parameter, as in the option
-                ``mask``; ``None`` to train all of it.
+                ``mask``; ``None`` to train all of it. Of a DTensor, the same on all ranks.
             initial: numbers by names of the state, for entries that are new; for state per row, for
                 rows without an entry that stays. Without state, before the first step, it has no
                 effect.
@@ -876,7 +888,8 @@ class RuleOptimizer(_Base):
         params = group["params"]
         defers = self.semantics == "dense"
         masks.check_masks(group.get("mask"), params, defers=defers)
-        masks.check_mask("the mask", mask, memory, defers=defers)
+        whole = param if is_distributed(param) else memory
+        masks.check_mask("the mask", mask, whole, defers=defers)
         old = _mask_of(group, param)
         stored, _, layout = self.stored_state(param)
         if mask is not None and mask is old and layout is None:
@@ -891,14 +904,15 @@ class RuleOptimizer(_Base):
         if layout is not None or packed is not None:
             calls = self._prepare_layout(param, layout, packed, old, mask, values, writes)
         else:
-            changed = masks.changed_entries(old, mask, memory.shape)
+            before, after = (m if m is None else masks.local_mask(m, param) for m in (old, mask))
+            changed = masks.changed_entries(before, after, memory.shape)
             if changed is not None and changed.shape == memory.shape[:1]:
                 rows = changed.reshape(-1)
-                is_new = rows if mask is None else rows & mask.reshape(-1)
-                self.prepare_forget(param, (rows & ~is_new).nonzero().squeeze(1), writes)
-                self.prepare_forget(param, is_new.nonzero().squeeze(1), writes, values=values)
+                is_new = rows if after is None else rows & after.reshape(-1)
+                self._prepare_row_reset(param, (rows & ~is_new).nonzero().squeeze(1), writes)
+                self._prepare_row_reset(param, is_new.nonzero().squeeze(1), writes, values=values)
             elif changed is not None:
-                self._prepare_reset(param, changed, old, mask, values, writes)
+                self._prepare_reset(param, changed, before, after, values, writes)
         known = zip(params, masks.per_param(group.get("mask"), params), strict=True)
         listed = [mask if each is param else its_mask for each, its_mask in known]
         if all(each is None for each in listed):
@@ -1215,8 +1229,10 @@ class RuleOptimizer(_Base):
         if loading is not None:
             self._restore(loading, state)
         self.store.layouts.update(state.pop("layouts", {}))
+        defaults = state.get("defaults") or self.defaults
+        has_differentiable = "differentiable" in defaults
         super().__setstate__(state)
-        if "differentiable" not in self.option_names:  # torch has put it there
+        if not has_differentiable:  # torch has added it
             self.defaults.pop("differentiable", None)
         self._complete_on_demand()
 
@@ -1265,7 +1281,7 @@ def _check_reset(
 def _reset_rows(
     state: Iterable[tuple[Tensor, float, float]], before: Tensor, after: Tensor, writes: RowWrites
 ) -> None:
-    """Have state per row start over where two masks have no element in common.
+    """Reset the state of rows in which two masks have no element in common.
 
     Each tensor comes with its value for rows with new elements, and that for all others.
     """

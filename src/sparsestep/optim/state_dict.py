@@ -35,8 +35,8 @@ def read_state_dict(
     """Read the state dict of this class or of torch's; changes nothing.
 
     Options in ``names`` keep their value if the checkpoint does not know them. Returns ``None`` if
-    the numbers of groups or parameters differ, for torch to refuse. Without ``copy``, tensors are
-    used as they are if their dtype and memory allow it.
+    the numbers of groups or parameters differ, for torch to refuse. Without ``copy``, tensors
+    that already fit are not copied.
     """
     who = type(optimizer).__name__
     with error_prefix(who):

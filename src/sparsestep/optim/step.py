@@ -506,7 +506,7 @@ class Step:
         self._calls.append(partial(entries.__setitem__, key, value))
 
     def _prepare_layout(self, update: ParamUpdate) -> None:
-        """Have state replaced that has another layout now."""
+        """Replace state whose layout has changed, in the commit."""
         state, store = self._optimizer.state, self._optimizer.store
         if update.param_state and state.get(update.key) is not update.param_state:
             self._enter(state, update.key, update.param_state)
@@ -514,7 +514,7 @@ class Step:
             self._calls.append(partial(store.set_layout, update.key, update.packed))
 
     def _prepare_count(self, update: ParamUpdate) -> None:
-        """Have the step counted; with the first, the parameter gets its state."""
+        """Count the step, in the commit; the first one also stores the parameter's new state."""
         optimizer, param_state, group = self._optimizer, update.param_state, update.group
         if param_state is None:
             assert update.state is not None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +41,11 @@ class StateSpec:
     # How it may be stored as int8, see ``int8.py``; None if the rounding would harm training.
     int8_format: Literal["signed", "unsigned"] | None = None
     encode_initial: Callable[[float], float] | None = None  # to the stored value, if it differs
+
+
+def fits_float32(value: float) -> bool:
+    """Whether float32 can hold a number; it can hold infinity and NaN."""
+    return not math.inf > abs(value) > torch.finfo(torch.float32).max
 
 
 # Graphs of torch.compile hold no Python objects, so they name a rule by its key.
