@@ -58,8 +58,7 @@ class HostCollectives(Collectives):
     def _exchange_bytes(
         self, outgoing: Tensor, incoming: Tensor, sent: list[int] | None, received: list[int] | None
     ) -> None:
-        given = certain(lambda: _as_bytes(outgoing))
-        found = certain(lambda: _as_bytes(incoming))
+        given, found = certain(lambda: (_as_bytes(outgoing), _as_bytes(incoming)))
         sizes = certain(lambda: self._sizes(given, sent, received))
         self._exchange(given, found, sizes)
 
@@ -73,38 +72,52 @@ class HostCollectives(Collectives):
 
     def _exchange(self, outgoing: Tensor, incoming: Tensor, sizes: Tensor) -> None:
         """``sizes`` are the bytes to and from each rank."""
-        host, others, is_leader = self._host, self._others, self._is_leader
+        host, others = self._host, self._others
         begins = certain(lambda: sizes.cumsum(1) - sizes)
-        away = certain(lambda: sizes[:, others].sum(1).tolist())
-        direct = certain(lambda: sizes[:, host].tolist())
-        # The first rank learns what others of its host send and get.
-        zeros, width = [0] * len(host), sizes.nbytes
-        to_leader, at_leader = [width, *zeros[1:]], [width * is_leader] * len(host)
-        of_host = self._all_to_all(self._local, _as_bytes(sizes), to_leader, at_leader)
-        members = certain(lambda: of_host.view(torch.int64).view(-1, 2, self.world_size))
-        members = certain(lambda: members[:, :, others])
-        # What stays on this host goes to its rank, all else to the first one.
-        order = certain(lambda: torch.tensor([host[0], *others.tolist(), *host[1:]]))
-        packed = certain(lambda: _gather(outgoing, begins[0, order], sizes[0, order]))
-        up = [direct[0][0] + away[0], *direct[0][1:]]
-        aways = certain(lambda: members.sum(2).tolist()) if is_leader else [[0, 0]] * len(host)
-        at_host = [size + sent for size, (sent, _) in zip(direct[1], aways, strict=True)]
-        found = self._all_to_all(self._local, packed, up, at_host)
-        ends = certain(lambda: torch.tensor(at_host).cumsum(0))
-        starts = certain(lambda: ends - torch.tensor(at_host))
-        certain(lambda: _copy(found, incoming, starts, begins[1, host], sizes[1, host]))
+        away, direct = certain(lambda: (sizes[:, others].sum(1).tolist(), sizes[:, host].tolist()))
+        members = self._sizes_of_members(sizes)
+        totals = certain(lambda: members.sum(2).tolist()) or [[0, 0]] * len(host)
+
+        def pack() -> Tensor:
+            # What stays on this host goes to its rank, all else to the first one.
+            order = torch.tensor([host[0], *others.tolist(), *host[1:]])
+            return _gather(outgoing, begins[0, order], sizes[0, order])
+
+        to_host = [direct[0][0] + away[0], *direct[0][1:]]
+        from_host = [size + sent for size, (sent, _) in zip(direct[1], totals, strict=True)]
+        found = self._all_to_all(self._local, certain(pack), to_host, from_host)
+
+        def unpack() -> Tensor:
+            given = torch.tensor(from_host)
+            starts = given.cumsum(0) - given
+            _copy(found, incoming, starts, begins[1, host], sizes[1, host])
+            return starts + sizes[1, host]  # where messages to other hosts begin
+
+        starts = certain(unpack)
         if not len(others):
             return
         down = torch.empty(0, dtype=torch.uint8)
-        if is_leader:
-            after = certain(lambda: starts + sizes[1, host])
-            down = self._exchange_with_hosts(found, after, members)
-        to_members = [received for _, received in aways]
-        from_leader = [away[1], *zeros[1:]]
-        found = self._all_to_all(self._local, down, to_members, from_leader)
-        of_others = certain(lambda: sizes[1, others])
-        sources = certain(lambda: of_others.cumsum(0) - of_others)
-        certain(lambda: _copy(found, incoming, sources, begins[1, others], of_others))
+        if self._is_leader:
+            down = self._exchange_with_hosts(found, starts, members)
+        to_members = [received for _, received in totals]
+        from_leader = [away[1], *[0] * (len(host) - 1)]
+        of_others = self._all_to_all(self._local, down, to_members, from_leader)
+
+        def unpack_others() -> None:
+            received = sizes[1, others]
+            starts = received.cumsum(0) - received
+            _copy(of_others, incoming, starts, begins[1, others], received)
+
+        certain(unpack_others)
+
+    def _sizes_of_members(self, sizes: Tensor) -> Tensor:
+        """The first rank learns what those of its host send to others and get; others nothing."""
+        num_ranks, width = len(self._host), sizes.nbytes
+        to_leader = [width, *[0] * (num_ranks - 1)]
+        at_leader = [width * self._is_leader] * num_ranks
+        found = self._all_to_all(self._local, _as_bytes(sizes), to_leader, at_leader)
+        members = certain(lambda: found.view(torch.int64).view(-1, 2, self.world_size))
+        return certain(lambda: members[:, :, self._others])
 
     def _exchange_with_hosts(self, given: Tensor, starts: Tensor, members: Tensor) -> Tensor:
         """Exchange the messages of this host, and return those to its ranks, one after another.
@@ -112,15 +125,23 @@ class HostCollectives(Collectives):
         ``starts`` are where those of each rank begin, ``members`` their bytes to and from others.
         """
         sent, received = members.unbind(1)
-        order, back = self._sent.unbind(), self._received.unbind()
-        at = certain(lambda: starts.unsqueeze(1) + sent.cumsum(1) - sent)
-        packed = certain(lambda: _gather(given, at[order], sent[order]))
+
+        def pack() -> Tensor:
+            order = self._sent.unbind()
+            begins = starts.unsqueeze(1) + sent.cumsum(1) - sent
+            return _gather(given, begins[order], sent[order])
+
         sizes = certain(lambda: [self._by_host(each.sum(0)) for each in (sent, received)])
-        found = self._all_to_all(self._leaders, packed, *sizes)
-        ends = certain(lambda: received[back].cumsum(0))
-        begins = certain(lambda: torch.empty_like(received))
-        certain(lambda: begins.index_put_(back, ends - received[back]))
-        return certain(lambda: _gather(found, begins.flatten(), received.flatten()))
+        found = self._all_to_all(self._leaders, certain(pack), *sizes)
+
+        def sort_by_receiver() -> Tensor:
+            order = self._received.unbind()
+            in_order = received[order]
+            begins = torch.empty_like(received)
+            begins.index_put_(order, in_order.cumsum(0) - in_order)
+            return _gather(found, begins.flatten(), received.flatten())
+
+        return certain(sort_by_receiver)
 
     def _by_host(self, sizes: Tensor) -> list[int]:
         totals = torch.zeros(self._num_hosts, dtype=torch.int64)
