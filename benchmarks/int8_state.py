@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from sparsestep.cli import skipgram
 from sparsestep.cli.options import int_in_range
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-clicks, dlrm = import_module("clicks"), import_module("dlrm")
+example: Any = import_module("recommender")
 
 ROWS, DIM, LOOKUPS = 1_000_000, 64, 65_536
 DTYPES = {"float32": None, "int8": torch.int8}
@@ -64,20 +65,20 @@ def recommender(steps: int, seed: int) -> None:
     losses = []
     for name, dtype in DTYPES.items():
         torch.manual_seed(seed)
-        log = clicks.Clicks(seed, 20_000, clicks.LENGTHS)
-        shapes = [(rows, dlrm.DIM) for rows in log.rows]
-        model = dlrm.Model(sparsestep.nn.EmbeddingBagCollection(shapes, mode="sum"), len(shapes))
+        log = example.Clicks([min(rows, 20_000) for rows in example.ROWS], example.LENGTHS, seed)
+        shapes = [(rows, example.DIM) for rows in log.rows]
+        model = example.Model(sparsestep.nn.EmbeddingBagCollection(shapes, mode="sum"), len(shapes))
         optimizer = sparsestep.AdamW(
             model.parameters(),
-            lr=dlrm.LEARNING_RATE,
-            eps=dlrm.EPS,
+            lr=example.LEARNING_RATE,
+            eps=example.EPS,
             weight_decay=0.0,
             state_dtype=dtype,
         )
-        run = dlrm.Run(name, model, [optimizer])
+        run = example.Run(name, model, [optimizer])
         found = []
         for step in range(steps):
-            run.train(log.batch(1_024), dlrm.learning_rate(step, steps))
+            run.train(log.batch(1_024), example.LEARNING_RATE * (1 - step / steps))
             found.append(run.loss)
         losses.append(sum(found[-100:]) / len(found[-100:]))
     plain, coded = losses

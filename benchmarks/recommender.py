@@ -24,13 +24,13 @@ from benchmarks.harness.workload import SETS
 from sparsestep.cli.options import int_in_range
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-clicks, dlrm = import_module("clicks"), import_module("dlrm")
+example: Any = import_module("recommender")
 
 BATCH, ROWS, HELD_OUT = 2_048, 400_000, 32_768
 SPEED_GOAL, AUC_GOAL = 3.0, 0.002
 KINDS = {
-    "lists": ("lists of ids", clicks.LENGTHS, True),
-    "single": ("one id each", [1] * len(clicks.LENGTHS), False),
+    "lists": ("lists of ids", example.LENGTHS, True),
+    "single": ("one id each", [1] * len(example.LENGTHS), False),
 }
 
 
@@ -53,7 +53,7 @@ def learn(runs: Sequence[Any], log: Any, steps: int) -> None:
     for step in range(steps):
         batch = log.batch(BATCH)
         for run in runs:
-            run.train(batch, dlrm.learning_rate(step, steps))
+            run.train(batch, example.LEARNING_RATE * (1 - step / steps))
         if sys.stderr.isatty():
             print(f"\rtraining: {step + 1:,} of {steps:,} steps", end="", file=sys.stderr)
     if sys.stderr.isatty():
@@ -63,9 +63,9 @@ def learn(runs: Sequence[Any], log: Any, steps: int) -> None:
 def compare(kind: str, rows: int, rounds: int, steps: int) -> None:
     name, lengths, has_goals = KINDS[kind]
     torch.manual_seed(0)
-    log = clicks.Clicks(0, rows, lengths)
+    log = example.Clicks([min(each, rows) for each in example.ROWS], lengths, seed=0)
     held_out = log.batch(HELD_OUT)
-    runs = dlrm.contestants(log.rows)
+    runs = example.contestants(log.rows)
     learn(runs, log, steps)
     ours, theirs = (run.auc(held_out) for run in runs)
     goal = f" (goal {AUC_GOAL})" if has_goals else ""
@@ -93,9 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", choices=KINDS, help="one kind of examples instead of both")
     options = parser.parse_args(arguments)
-    tables = [min(rows, options.rows) for rows in clicks.ROWS]
+    tables = [min(rows, options.rows) for rows in example.ROWS]
     print(
-        f"{len(tables)} tables with {sum(tables):,} rows x {dlrm.DIM}, "
+        f"{len(tables)} tables with {sum(tables):,} rows x {example.DIM}, "
         f"{BATCH:,} examples per step, {torch.get_num_threads()} threads"
     )
     for kind in KINDS if options.only is None else [options.only]:

@@ -85,13 +85,14 @@ html_baseurl = "https://sparsestep.readthedocs.io/en/latest/"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
+_BRANDED = ("color-brand-primary", "color-brand-content", "color-api-name", "color-api-pre-name")
 html_theme_options = {
     "source_repository": "https://github.com/sparsestep/sparsestep/",
     "source_branch": "main",
     "source_directory": "docs/",
     "navigation_with_keys": True,
-    "light_css_variables": {"color-brand-primary": "#1f6fb4", "color-brand-content": "#1f6fb4"},
-    "dark_css_variables": {"color-brand-primary": "#7db8ea", "color-brand-content": "#7db8ea"},
+    "light_css_variables": dict.fromkeys(_BRANDED, "#1f6fb4"),
+    "dark_css_variables": dict.fromkeys(_BRANDED, "#7db8ea"),
 }
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

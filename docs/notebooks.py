@@ -13,11 +13,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def notebook(command: list[str], printed: str) -> dict[str, Any]:
     """Return an example, with its arguments and what it prints, in Jupyter's format 4.
 
-    The packages that its docstring names are installed. Other examples that it imports have cells
-    of their own. ``%run`` runs it as a program, so its names can be used in further cells.
+    The packages that its docstring names are installed. ``%run`` runs it as a program, so its names
+    can be used in further cells.
     """
     name = command[0]
-    about = ast.get_docstring(ast.parse((EXAMPLES / name).read_text())) or ""
+    source = (EXAMPLES / name).read_text()
+    about = ast.get_docstring(ast.parse(source)) or ""
     needed = ["sparsestep", *re.findall(r"``pip install ([^`]+)``", about)]
     output = {"output_type": "stream", "name": "stdout", "text": printed}
     return {
@@ -27,10 +28,7 @@ def notebook(command: list[str], printed: str) -> dict[str, Any]:
         "cells": [
             {"cell_type": "markdown", "metadata": {}, "source": about},
             _code("\n".join(f"%pip install {each}" for each in needed)),
-            *(
-                _code(f"%%writefile {each}\n{(EXAMPLES / each).read_text()}")
-                for each in _files(name)
-            ),
+            _code(f"%%writefile {name}\n{source}"),
             {**_code(f"%run {' '.join(command)}"), "outputs": [output]},
         ],
     }
@@ -44,11 +42,3 @@ def _code(source: str) -> dict[str, Any]:
         "execution_count": None,
         "outputs": [],
     }
-
-
-def _files(name: str) -> list[str]:
-    """An example after the ones that it imports."""
-    modules = re.findall(r"^(?:from|import) (\w+)", (EXAMPLES / name).read_text(), re.M)
-    imported = [f"{each}.py" for each in modules if (EXAMPLES / f"{each}.py").exists()]
-    found = [other for each in imported for other in _files(each)]
-    return [*dict.fromkeys(found), name]

@@ -117,7 +117,7 @@ def draw_ratios(path: Path, report: Report) -> None:
         f"A step is {claims.speedup(report)} times as fast as torch.optim.SparseAdam",
         f"rows x columns, lookups; {machine}, torch {report.versions['torch']}, {day}",
         height=2.3,
-        left=2.45,
+        left=2.55,
         bottom=0.15,
     )
     axes.barh([name for name, _ in found], [ratio for _, ratio in found], color=OURS, height=0.62)
@@ -125,7 +125,7 @@ def draw_ratios(path: Path, report: Report) -> None:
     for place, (_, ratio) in enumerate(found):
         beside(axes, ratio, place, f"{ratio:.1f}x")
     axes.set_ylim(-0.5, len(found) - 0.1)
-    axes.text(1.0, len(found) - 0.55, " torch", color=TORCH, fontsize=TEXT, va="bottom")
+    axes.text(1.3, len(found) - 0.55, "torch", color=TORCH, fontsize=TEXT, va="bottom")
     axes.set_xlim(0, most * 1.25)
     axes.set_xticks([])
     axes.tick_params(colors=INK)
@@ -163,8 +163,8 @@ def draw_formulas(path: Path, found: dict[str, Any]) -> None:
     axes = framed(
         f"Ten lines of your own: {claims.own_rule(found)} times as fast as torch",
         f"CPU time of a step, {size}; {machine}, {day}",
-        height=3.0,
-        left=1.3,
+        height=3.2,
+        left=1.4,
         bottom=0.15,
     )
     kinds = (
@@ -176,12 +176,12 @@ def draw_formulas(path: Path, found: dict[str, Any]) -> None:
         for place, (key, color, words) in enumerate(kinds):
             label = words if row == 0 else None
             axes.barh(row + 0.27 * (place - 1), each[key], 0.23, color=color, label=label)
-        beside(axes, each["formula_ms"], row, f"{each['ahead_of_torch']:.1f}x")
+        beside(axes, each["formula_ms"], row + 0.12, f"{each['ahead_of_torch']:.1f}x")
     axes.set_yticks(range(len(rules)), [each["rule"] for each in rules])
-    axes.set_ylim(len(rules) - 0.5, -1.9)  # room for the legend
+    axes.set_ylim(len(rules) + 1.2, -0.5)  # room for the legend
     axes.set_xticks([])
     axes.tick_params(colors=INK)
-    axes.legend(frameon=False, loc="upper right", fontsize=TEXT, labelcolor=INK)
+    axes.legend(frameon=False, loc="lower left", fontsize=TEXT, labelcolor=INK)
     save(axes, path)
 
 

@@ -1,7 +1,7 @@
 """Averages of weights (EMA and SWA) while rows of a table wait, compared with dense training.
 
-Under ``semantics="dense"`` a row that a batch does not look up is brought up to date when it is
-next read. An average reads all rows, so it has to see current ones; after ``track(model)`` it does.
+Under ``semantics="dense"`` a row that a batch does not look up catches up when it is next read. An
+average reads all rows, so all have to catch up first; after ``track(model)`` they do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def train(
 
 
 def distance(one: nn.Module, other: nn.Module) -> float:
-    """The largest one between two weights of the same place."""
+    """The largest difference between two weights at the same place."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 

@@ -44,7 +44,7 @@ def train(make: Callable[[Model], sparsestep.Adam]) -> list[float]:
 
 def main() -> int:
     """Train both ways; returns the exit code."""
-    dense = train(lambda model: sparsestep.Adam(model.parameters(), lr=0.01))  # torch's kernel
+    dense = train(lambda model: sparsestep.Adam(model.parameters(), lr=0.01))
     ours = train(lambda model: sparsestep.nn.optimizer_for(model, sparsestep.Adam, lr=0.01))
     for epoch, losses in enumerate(zip(dense, ours, strict=True), 1):
         print("epoch {}: loss {:.5f} with dense gradients, {:.5f} fused".format(epoch, *losses))

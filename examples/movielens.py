@@ -45,7 +45,7 @@ SEMANTICS = {
 
 
 def optimizer_for(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of that name."""
+    """Create an optimizer by its name."""
     if name == "torch.optim.Adam":
         return torch.optim.Adam(model.parameters(), lr=lr, fused=True)
     if name == "torch.optim.SparseAdam":  # the model has sparse=True
@@ -56,19 +56,19 @@ def optimizer_for(name: str, model: nn.Module, lr: float) -> torch.optim.Optimiz
 
 
 class Ratings(NamedTuple):
-    """Who rated which movie how: three columns."""
+    """Ratings as three columns."""
 
     users: Tensor
     movies: Tensor
     stars: Tensor
 
     def select(self, rows: Tensor) -> Ratings:
-        """Some of them."""
+        """Select some ratings."""
         return Ratings(*(column[rows] for column in self))
 
 
 def read() -> Ratings:
-    """All ratings, from a file of RecBole's."""
+    """Read all ratings from one of RecBole's files."""
     package = importlib.util.find_spec("recbole")
     if package is None or package.origin is None:
         sys.exit("This example's data comes with RecBole: pip install --no-deps recbole==1.2.1")
@@ -104,7 +104,7 @@ class Factors(nn.Module):
 
 
 class Run:
-    """A model of one fold, its optimizer, and what has been measured."""
+    """A model of one fold, its optimizer, and its measurements."""
 
     def __init__(self, name: str, ratings: Ratings, lr: float, steps: int) -> None:
         torch.manual_seed(0)
@@ -133,13 +133,13 @@ class Run:
 
 
 def batches_of(ratings: Ratings, size: int, seed: int) -> list[Ratings]:
-    """An epoch."""
+    """The batches of an epoch."""
     order = torch.randperm(len(ratings.stars), generator=torch.Generator().manual_seed(seed))
     return [ratings.select(rows) for rows in torch.split(order, size)]
 
 
 def count_used(ids: Tensor) -> int:
-    """How many different ones there are."""
+    """The number of different ids."""
     return int(torch.bincount(ids).count_nonzero())
 
 
@@ -181,7 +181,7 @@ def peak_megabytes(run: Callable[[], Run], batches: Sequence[Ratings]) -> float:
 
 
 def measure_memory(name: str, batch: int) -> float | None:
-    """The same, in a process of its own."""
+    """Measure it in a process of its own."""
     if sys.platform != "linux":
         return None
     # Freed memory goes back to the system at once, so that only memory in use counts.

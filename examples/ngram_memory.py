@@ -61,13 +61,11 @@ class GPT(nn.Module):
             weight = torch.zeros(rows, WIDTH)
             self.memory = sparsestep.nn.NgramEmbedding(rows, WIDTH, orders=ORDERS, weight=weight)
 
-    def forward(self, tokens: Tensor, found: Tensor | None = None) -> Tensor:
-        """Scores of the next byte; ``found`` comes from a memory outside of the model."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores of the next byte."""
         x = self.bytes(tokens) + self.positions[: tokens.shape[1]]
         if self.memory is not None:
-            found = self.memory(tokens)
-        if found is not None:
-            x = x + found
+            x = x + self.memory(tokens)
         return self.head(self.norm(self.blocks(x)))
 
 

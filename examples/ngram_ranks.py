@@ -1,11 +1,11 @@
-"""The GPT of ``ngram_memory.py`` with its memory, trained by several processes of one machine.
+"""A small GPT with a memory of n-grams, trained by several processes of one machine.
 
     python examples/ngram_ranks.py --layers DDP --table sharded
     python examples/ngram_ranks.py --layers FSDP2 --table shared
 
-The layers are copied to all processes (DDP) or divided among them (FSDP2). The table is divided
-among them as well, or it lies in shared memory, with its state, and each process updates the rows
-of its own batch without waiting for others (Hogwild).
+The layers are copied to all processes (DDP) or sharded (FSDP2). The table is sharded as well, or it
+is in shared memory, with its state, and each process updates the rows of its own batch without
+waiting for others (Hogwild). ``ngram_memory.py`` measures what such a memory gains.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import tempfile
 import warnings
 from functools import partial
 from multiprocessing import get_context
+from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-from ngram_memory import BATCH, GPT, ORDERS, WIDTH, batch, load
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
@@ -30,7 +30,37 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsestep
 from sparsestep.nn import NgramEmbedding
 
+WIDTH, CONTEXT, BATCH = 64, 128, 8
 ROWWISE = partial(sparsestep.RowwiseAdam, lr=1e-2, betas=(0.0, 0.999))
+
+
+class GPT(nn.Module):
+    """Predicts the next byte from the bytes before it and from what the memory holds of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bytes = nn.Embedding(256, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.block = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
+
+    def forward(self, tokens: Tensor, found: Tensor) -> Tensor:
+        """Scores of the next byte, for every position."""
+        time = torch.arange(tokens.shape[1])
+        x = self.bytes(tokens) + self.positions(time) + found
+        later = time[:, None] < time  # no attention to these
+        scores: Tensor = self.head(self.block(x, src_mask=later))
+        return scores
+
+
+def batch(text: Tensor, step: int) -> Tensor:
+    """Pieces of the text."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator)
+    return text[starts + torch.arange(CONTEXT + 1)]
 
 
 def train(
@@ -40,7 +70,7 @@ def train(
     memory: NgramEmbedding,
     of_memory: sparsestep.RowwiseAdam | None,
 ) -> None:
-    """What each process does."""
+    """Train on one rank; ``of_memory`` is the optimizer of a table in shared memory."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -55,9 +85,9 @@ def train(
         fully_shard(layers, mesh=init_device_mesh("cpu", (options.ranks,)))
     of_layers = sparsestep.AdamW(layers.parameters(), lr=2e-3)
     optimizers = of_layers, of_memory or ROWWISE(memory.parameters())
-    learned, _ = load()
+    text = torch.tensor(list("\n".join(topics.values()).encode()))  # Python's manual
     for step in range(options.steps):
-        tokens = batch(learned, step * options.ranks + rank)
+        tokens = batch(text, step * options.ranks + rank)
         scores = layers(tokens[:, :-1], memory(tokens[:, :-1]))
         loss = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
@@ -84,7 +114,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     memory = NgramEmbedding(
-        options.rows, WIDTH, orders=ORDERS, weight=torch.zeros(options.rows, WIDTH)
+        options.rows, WIDTH, orders=(2, 3, 4), weight=torch.zeros(options.rows, WIDTH)
     )
     of_memory = None
     if options.table == "shared":

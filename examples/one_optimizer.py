@@ -2,7 +2,7 @@
 
 The model has two embeddings with sparse gradients and three linear layers with dense ones.
 torch.optim.AdamW refuses the first, torch.optim.SparseAdam the second, so with torch a training
-loop has both. sparsestep.AdamW takes the model as it is.
+loop needs both. sparsestep.AdamW takes the whole model.
 
 The data is made up: every user and every item has a hidden vector, and the better the two agree,
 the more likely is a click. Some items are far more popular than others.
@@ -26,8 +26,8 @@ USERS, ITEMS, HIDDEN = 300, 500, 4
 BATCH, WIDTH = 1_024, 16
 LEARNING_RATE, DECAY = 1e-2, 1e-2
 
-# SparseAdam adds eps before bias correction, AdamW after it. Gradients of an embedding are small,
-# since the loss is a mean over the batch; eps is much smaller here, so that it does not matter.
+# SparseAdam adds eps before bias correction, AdamW after it. The gradients of a mean loss are tiny,
+# so a smaller eps than the default keeps the two comparable.
 EPS = 1e-16
 
 
@@ -41,13 +41,13 @@ class Clicks:
         self.popularity = 1 / torch.arange(1, ITEMS + 1)  # Zipf's law
 
     def batch(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Fresh examples: users, items, and the logit of the chance of a click."""
+        """New examples: users, items, and the logit of the probability of a click."""
         users = torch.randint(0, USERS, (size,), generator=self.generator)
         items = self.popularity.multinomial(size, replacement=True, generator=self.generator)
         return users, items, (self.users[users] * self.items[items]).sum(dim=1)
 
     def drawn(self, logits: Tensor) -> Tensor:
-        """One where there was a click, else zero."""
+        """Draw the clicks: one or zero for each example."""
         return torch.bernoulli(logits.sigmoid(), generator=self.generator)
 
 
@@ -67,25 +67,25 @@ class Model(nn.Module):
         )
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        """The logit of the chance that a user clicks on an item."""
+        """The logit of the probability that a user clicks on an item."""
         user, item = self.users(users), self.items(items)
         logits: Tensor = self.layers(torch.cat([user, item, user * item], dim=1))
         return logits.squeeze(1)
 
     def embeddings(self) -> list[Tensor]:
-        """What has sparse gradients."""
+        """The parameters with sparse gradients."""
         return [self.users.weight, self.items.weight]
 
 
 @dataclass
 class Run:
-    """A model and what trains it."""
+    """A model and its optimizers."""
 
     model: Model
     optimizers: list[torch.optim.Optimizer]
 
     def train(self, users: Tensor, items: Tensor, clicks: Tensor) -> float:
-        """One step; the loss before it."""
+        """Take one step; returns the loss before it."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss = binary_cross_entropy_with_logits(self.model(users, items), clicks)
@@ -96,12 +96,12 @@ class Run:
 
     @torch.no_grad()
     def loss(self, users: Tensor, items: Tensor, clicks: Tensor) -> float:
-        """Of the model as it is."""
+        """The loss on a batch, without training."""
         return binary_cross_entropy_with_logits(self.model(users, items), clicks).item()
 
 
 def with_sparsestep(model: Model) -> Run:
-    """One optimizer. The embeddings are a group of their own only because they are not to decay."""
+    """One optimizer. The embeddings have their own group only because they must not decay."""
     groups = [
         {"params": model.embeddings(), "weight_decay": 0.0},
         {"params": model.layers.parameters(), "weight_decay": DECAY},

@@ -1,11 +1,11 @@
-"""A month of clicks whose users and articles come and go, learned with a tenth of the rows.
+"""A month of clicks on articles that come and go, learned with a tenth of the rows.
 
-New ids come all day, are popular for a while and are never seen again; some come once. Three models
-learn the same clicks as they come, each batch being predicted before it is learned:
+New ids appear all day, are popular for a while and are never seen again; some appear once. Three
+models predict each batch of clicks, and then learn it:
 
-- a vocabulary that gives its rows to the ids that are around (`sparsestep.nn.Vocabulary`),
-- a table of as many rows that ids are hashed into, as one does without a vocabulary,
-- one with a row for every id that ever comes, ten times as many.
+- a vocabulary, which gives its rows to recent ids (`sparsestep.nn.Vocabulary`),
+- a table with the same number of rows, into which ids are hashed,
+- a table with a row for every id, ten times as many.
 
     python examples/streaming.py --picture streaming.svg
 """
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from clicks import auc
 from torch import Tensor
 
 import sparsestep
@@ -32,11 +31,11 @@ _COLORS = {"vocabulary": "#1f6fb4", "hashed": "#d1812f", "unlimited": "#6b6b6b"}
 
 
 class Stream:
-    """Clicks, the same ones for a seed.
+    """A stream of clicks, the same for the same seed.
 
     Args:
-        ids: how many come in the month, of each feature, but for those that come once.
-        seed: where the random numbers begin.
+        ids: number of ids of each feature in the month, without those that come once.
+        seed: of the random numbers.
     """
 
     def __init__(self, ids: int, seed: int) -> None:
@@ -44,7 +43,7 @@ class Stream:
         self._chance = torch.Generator().manual_seed(seed)
 
     def batch(self, day: float, size: int) -> tuple[Tensor, Tensor]:
-        """What is shown at a time, ``[size, FEATURES]`` ids of any value, and what was clicked."""
+        """The ids shown at a time of the month, ``[size, FEATURES]``, and the clicks."""
         shape = (size, FEATURES)
         window = self._ids * LIFE / (DAYS + LIFE)  # ids that are around at any time
         newest = window + day / DAYS * (self._ids - window)
@@ -59,24 +58,24 @@ class Stream:
 
 
 def hashed(numbers: Tensor) -> Tensor:
-    """Bits that look random: what ids are, and what they are hashed into rows with."""
+    """Hash numbers to 64 bits: to make ids, and to hash ids into rows."""
     numbers = numbers * _MIX
     numbers = (numbers ^ (numbers >> 29)) * _MIX
     return numbers ^ (numbers >> 32)
 
 
 def logits_of(ids: Tensor) -> Tensor:
-    """Hidden weights, one per id, which no model may read: a hash of the id."""
+    """Logits of a click, from hidden weights that are hashes of the ids."""
     weights = (hashed(ids ^ 0x5DEECE66D) >> 20 & 0xFFFF).float() / 2**15 - 1
     return 1.8 * weights.sum(dim=1) - 0.5
 
 
 class Learner:
-    """Weights by row, learned as clicks come.
+    """A logistic regression with a weight per row, learned online.
 
     Args:
-        rows: how many there are.
-        vocabulary: gives them; without one, ids are hashed.
+        rows: of the table.
+        vocabulary: assigns rows to ids; without one, ids are hashed.
     """
 
     def __init__(self, rows: int, vocabulary: sparsestep.nn.Vocabulary | None) -> None:
@@ -90,11 +89,11 @@ class Learner:
 
     @property
     def used(self) -> int:
-        """How many rows are in use."""
+        """The number of rows in use."""
         return self._rows if self.vocabulary is None else self.vocabulary.used
 
     def predict_and_learn(self, ids: Tensor, clicks: Tensor) -> Tensor:
-        """Scores of a batch, given before it is learned."""
+        """Predict a batch, then learn it; returns the predictions."""
         rows = ids.remainder(self._rows) if self.vocabulary is None else self.vocabulary(ids)
         scores = self._table(rows).squeeze(1) + self._bias
         self._optimizer.zero_grad()
@@ -104,13 +103,21 @@ class Learner:
         return scores.detach()
 
 
+def auc(scores: Tensor, clicks: Tensor) -> float:
+    """The probability that a click has a higher score than a non-click."""
+    ranks, clicked = scores.argsort().argsort() + 1, clicks > 0.5
+    positive = int(clicked.sum())
+    above = int(ranks[clicked].sum()) - positive * (positive + 1) // 2
+    return above / (positive * (len(clicks) - positive))
+
+
 @dataclass
 class Day:
-    """How a day went.
+    """The results of a day.
 
     Attributes:
-        auc: of each learner, of all its predictions.
-        used: the rows that it uses in the evening.
+        auc: of all predictions of a learner, by its name.
+        used: the rows in use at the end of the day, likewise.
     """
 
     auc: dict[str, float]
@@ -121,8 +128,8 @@ def run(ids: int, batches: int, size: int, seed: int) -> list[Day]:
     """Learn for a month.
 
     Args:
-        ids: how many different ones come of each feature, but for those that come once.
-        batches: a day.
+        ids: number of ids of each feature, without those that come once.
+        batches: per day.
         size: of a batch.
         seed: of the clicks.
     """
@@ -158,7 +165,7 @@ def run(ids: int, batches: int, size: int, seed: int) -> list[Day]:
 
 
 def draw(path: str, days: Sequence[Day]) -> None:
-    """The picture: AUC and rows in use, day by day."""
+    """Draw AUC and rows in use, day by day."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -181,7 +188,7 @@ def draw(path: str, days: Sequence[Day]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Learn, and say how it went."""
+    """Learn, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -44,7 +44,7 @@ SEMANTICS = {
 
 
 def optimizer_for(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of that name."""
+    """Create an optimizer by its name."""
     if name == "torch.optim.Adam":
         return torch.optim.Adam(model.parameters(), lr=lr, fused=True)
     if name == "torch.optim.SparseAdam":  # the model has sparse=True
@@ -55,7 +55,7 @@ def optimizer_for(name: str, model: nn.Module, lr: float) -> torch.optim.Optimiz
 
 
 class Graph:
-    """Triples of numbers. Each is there twice: a relation's inverse is a relation of its own."""
+    """Triples as numbers. Each occurs twice, since the inverse of a relation is one, too."""
 
     def __init__(self) -> None:
         parts = {name: read(f"{name}.txt") for name in ("train", "valid", "test")}
@@ -79,14 +79,14 @@ class Graph:
         self.true[tuple(torch.cat([self.valid, self.test]).T)] = True
 
     def share(self, triples: Tensor, others: Tensor) -> float:
-        """How many of all rows a batch looks up."""
+        """The share of all rows that a batch looks up."""
         entities, relations = torch.cat([triples[:, ::2].flatten(), others]), triples[:, 1]
         used = (torch.bincount(ids).count_nonzero() for ids in (entities, relations))
         return sum(map(int, used)) / (self.entities + self.relations)
 
 
 def read(name: str) -> list[list[str]]:
-    """The triples in a file of PyKEEN's."""
+    """Read the triples of one of PyKEEN's files."""
     package = importlib.util.find_spec("pykeen")
     if package is None or package.origin is None:
         sys.exit("This example's data comes with PyKEEN: pip install --no-deps pykeen==1.11.1")
@@ -107,13 +107,13 @@ class ComplEx(nn.Module):
             nn.init.normal_(table.weight, std=0.1)
 
     def query(self, head: Tensor, relation: Tensor) -> Tensor:
-        """What the vector of a right tail looks like."""
+        """The vectors that the right tails should match."""
         rows = (self.entities(head), self.relations(relation))
         (a, b), (c, d) = (dropout(each, DROPOUT, self.training).chunk(2, dim=1) for each in rows)
         return torch.cat([a * c - b * d, a * d + b * c], dim=1)
 
     def forward(self, triples: Tensor, others: Tensor) -> Tensor:
-        """Scores of the right tails, then of the others, which all triples share."""
+        """Scores of the right tails, then of the random ones, which all triples share."""
         head, relation, tail = triples.T
         query = self.query(head, relation)
         right = (query * self.entities(tail)).sum(dim=1, keepdim=True)
@@ -121,7 +121,7 @@ class ComplEx(nn.Module):
 
 
 class Run:
-    """A model, its optimizer, and what has been measured."""
+    """A model, its optimizer, and its measurements."""
 
     def __init__(self, name: str, graph: Graph, lr: float, steps: int) -> None:
         torch.manual_seed(0)
@@ -133,7 +133,7 @@ class Run:
         self.curve: list[tuple[float, float]] = []
 
     def train(self, batches: Sequence[tuple[Tensor, Tensor]], seed: int) -> None:
-        """Train on batches of triples and other tails; the seed is that of the dropout."""
+        """Train on batches of triples and random tails; ``seed`` is for the dropout."""
         torch.manual_seed(seed)
         began = process_time()
         for triples, others in batches:
@@ -166,7 +166,7 @@ class Run:
 
 
 def batches_of(graph: Graph, size: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """An epoch: triples, and tails to compare theirs with."""
+    """The batches of an epoch: triples, and random tails."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(graph.train), generator=generator)
     return [
@@ -190,7 +190,7 @@ def peak_megabytes(run: Callable[[], Run], batches: Sequence[tuple[Tensor, Tenso
 
 
 def measure_memory(name: str, batch: int) -> float | None:
-    """The same, in a process of its own."""
+    """Measure it in a process of its own."""
     if sys.platform != "linux":
         return None
     # Freed memory goes back to the system at once, so that only memory in use counts.

@@ -57,7 +57,7 @@ SEMANTICS = {
 
 
 def optimizer_for(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of that name."""
+    """Create an optimizer by its name."""
     if name == "torch.optim.Adam":
         return torch.optim.Adam(model.parameters(), lr=lr, fused=True)
     if name == "torch.optim.SparseAdam":  # the model has sparse=True
@@ -68,7 +68,7 @@ def optimizer_for(name: str, model: nn.Module, lr: float) -> torch.optim.Optimiz
 
 
 def test_data(name: str) -> Path:
-    """A file that gensim carries."""
+    """The path of one of gensim's data files."""
     package = importlib.util.find_spec("gensim")
     if package is None or package.origin is None:
         sys.exit("This example's data comes with gensim: pip install --no-deps gensim==4.4.0")
@@ -79,7 +79,7 @@ def test_data(name: str) -> Path:
 
 
 def articles() -> list[list[str]]:
-    """The words of each article, without those of its markup."""
+    """The words of each article, without markup."""
     with bz2.open(test_data(ARTICLES), "rt", encoding="utf-8") as file:
         texts = re.findall(r"<text[^>]*>(.*?)</text>", file.read(), re.DOTALL)
     found: list[list[str]] = []
@@ -92,7 +92,7 @@ def articles() -> list[list[str]]:
 
 
 class Corpus:
-    """Numbers instead of words, the most frequent first."""
+    """Words as numbers, the most frequent first."""
 
     def __init__(self, articles: Sequence[Sequence[str]]) -> None:
         counts = Counter(word for words in articles for word in words).most_common()
@@ -110,7 +110,7 @@ class Corpus:
         del self.train[7::HELD_OUT]
 
     def pairs(self, articles: Sequence[Tensor], seed: int) -> tuple[Tensor, Tensor]:
-        """Words, and for each one that is near it and some random ones, in random order."""
+        """Words in random order, each with a word near it and some random ones."""
         generator = torch.Generator().manual_seed(seed)
         found: list[Tensor] = []
         for words in articles:
@@ -130,7 +130,7 @@ class Corpus:
 
 
 class Judgments:
-    """Pairs of words and how similar people find them."""
+    """Read pairs of words and how similar people find them."""
 
     def __init__(self, corpus: Corpus) -> None:
         lines = test_data("wordsim353.tsv").read_text(encoding="utf-8").lower().splitlines()
@@ -148,19 +148,19 @@ class Judgments:
 
 
 def count_used(ids: Tensor) -> int:
-    """How many different ones there are."""
+    """The number of different ids."""
     return int(torch.bincount(ids.flatten()).count_nonzero())
 
 
 def ranks(values: Tensor) -> Tensor:
-    """From 1; equal values share the mean of theirs."""
+    """Ranks from 1; equal values share the mean of their ranks."""
     ordered = values.sort().values
     below = torch.searchsorted(ordered, values)
     return (1 + below + torch.searchsorted(ordered, values, right=True)) / 2
 
 
 class SkipGram(nn.Module):
-    """Two vectors for each word: as itself, and beside others."""
+    """Two vectors for each word: as itself, and as a word near others."""
 
     def __init__(self, size: int, sparse: bool) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class SkipGram(nn.Module):
 
 
 class Run:
-    """A model, its optimizer, and what has been measured."""
+    """A model, its optimizer, and its measurements."""
 
     def __init__(self, name: str, corpus: Corpus, lr: float, epochs: int) -> None:
         torch.manual_seed(0)
@@ -237,7 +237,7 @@ def peak_megabytes(
 
 
 def measure_memory(name: str, batch: int) -> float | None:
-    """The same, in a process of its own."""
+    """Measure it in a process of its own."""
     if sys.platform != "linux":
         return None
     # Freed memory goes back to the system at once, so that only memory in use counts.

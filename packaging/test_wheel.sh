@@ -23,6 +23,6 @@ export PATH=$clean/bin
 pip install --quiet --disable-pip-version-check -c "$clean/constraints.txt" dist/*.whl \
   expecttest hypothesis numpy pytest pytest-xdist rich matplotlib
 ! command -v cc && ! command -v c++ && ! command -v cmake
-python -c 'import sparsestep._native as c; assert c.ext, c.why_missing
+python -c 'import sparsestep._native as c; assert c.ext, c.import_error
 assert "site-packages" in c.__file__; print(c.__file__, c.instruction_set())'
 python -m pytest --numprocesses auto -p no:cacheprovider "${tests[@]}"

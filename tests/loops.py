@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import lr_scheduler
 
 import sparsestep
-from tests.table import same_bits, state_tensors, steps_of
+from tests.table import all_same_bits, state_tensors, steps_of
 
 
 def ids_of(step: int, *shape: int) -> Tensor:
@@ -101,13 +101,11 @@ class Training:
 
     def same_as(self, other: Training) -> bool:
         """The same bits, and the same step counts."""
-        ours, theirs = self.tensors, other.tensors
         counts = (
             [steps_of(each.optimizer, param) for param in each.model.parameters()]
             for each in (self, other)
         )
-        same = len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
-        return same and next(counts) == next(counts)
+        return all_same_bits(self.tensors, other.tensors) and next(counts) == next(counts)
 
     def close_to(self, other: Training, rtol: float = 1e-9, atol: float = 1e-11) -> bool:
         pairs = zip(self.model.parameters(), other.model.parameters(), strict=True)

@@ -154,6 +154,15 @@ def rules(_: Path) -> Names:
     def needs(param, grad, *, lr, decay):
         return param
 
+    class Named:
+        __name__ = "named"
+
+        def __repr__(self) -> str:
+            return self.__name__
+
+        def __call__(self, param: Tensor, grad: Tensor) -> Tensor:
+            return param
+
     def returning(result: Callable[[Tensor], Any]) -> None:
         @sparsestep.rule(state={"sum": 0.0})
         def wrong(param, grad, sum, *, lr):
@@ -176,7 +185,7 @@ def gradients(_: Path) -> Names:
         rows.weight.grad = coo(9)
         opt.step()
 
-    rows = torch.ones(4, dtype=torch.bool)
+    rows, unreadable = torch.ones(4, dtype=torch.bool), Unusable(torch.ones(4, dtype=torch.bool))
     return locals()
 
 
@@ -207,6 +216,11 @@ def steps(_: Path) -> Names:
     def set_mask(new: Any, /, initial: Any = None, **options: Any) -> None:
         opt = made(**options)
         opt.set_mask(param_of(opt), new, initial=initial)
+
+    def metrics_with(**options: Any) -> None:
+        opt = made()
+        opt.param_groups[0].update(options)
+        opt.metrics()
 
     def step_twice_in_backward() -> None:
         opt = made()
@@ -294,6 +308,7 @@ def lookups(_: Path) -> Names:
     sharing.share_memory()
     sums, flat = bag("sum"), ids(1, 2, 3)
     nested = torch.nested.nested_tensor([ids(1), ids(2)], layout=torch.jagged)
+    nested_strided = torch.nested.nested_tensor([ids(1), ids(2)])
     masked = sparsestep.SGD(rows.parameters(), mask=torch.ones(4) > 0)
     computed = parametrizations.weight_norm(nn.Embedding(4, 6))
     collection = sparsestep.nn.EmbeddingBagCollection({"a": (4, 6)})

@@ -18,7 +18,7 @@ from sparsestep.optim.optimizer import RuleOptimizer
 from tests import oracle
 from tests.generate.grads import Drawn
 from tests.oracle import FindingError
-from tests.table import Variant, same_bits, state_of, state_tensors
+from tests.table import Variant, all_same_bits, same_bits, state_of, state_tensors
 
 _BY_HAND = {each.optimizer_class: each for each in FUNCTIONAL}
 # With these words the native engine says that it was asked for by name and does not apply.
@@ -166,8 +166,7 @@ class Subject:
             raise FindingError("wrong step count", f"{before} to {now}, gradient: {given}")
 
     def same_as(self, other: Subject) -> bool:
-        ours, theirs = self.tensors, other.tensors
-        return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+        return all_same_bits(self.tensors, other.tensors)
 
 
 def count_in(record: dict[str, Any]) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -241,6 +241,12 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     return torch.equal(_bits(ours), _bits(theirs))
+
+
+def all_same_bits(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
+    """As many tensors, one at least, each of the same bits."""
+    ours, theirs = list(ours), list(theirs)
+    return 0 < len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
 
 
 def _bits(tensor: Tensor) -> Tensor:

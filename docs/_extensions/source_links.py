@@ -1,6 +1,6 @@
 """Links that lead out of docs, as they are written for readers on GitHub, work on the site too.
 
-``[the example](../examples/clicks.py)`` becomes a link to the file in the repository.
+``[the example](../examples/node2vec.py)`` becomes a link to the file in the repository.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class SourceLinks(SphinxPostTransform):
         if not name or "://" in name:
             return None
         heading = heading or node.get("reftargetid")
-        # MyST writes downloads from the root of the sources, and pages without their ending.
-        tried = [page.parent / name, page.parent / f"{name}.md", Path(self.env.srcdir, name)]
+        # MyST writes downloads from the root of the sources, and pages without their ending. A page
+        # may have a folder of the same name.
+        tried = [page.parent / f"{name}.md", page.parent / name, Path(self.env.srcdir, name)]
         path = next((each.resolve() for each in tried if each.exists()), None)
         if path is None or not path.is_relative_to(ROOT):
             return None

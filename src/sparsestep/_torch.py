@@ -10,8 +10,8 @@ import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -133,13 +133,52 @@ dispatch_modes: Callable[[], int] = _private(
 )
 
 
+_clear_transforms: Callable[[], Any] = _private(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "catch up deferred rows under vmap and the like",
+    nullcontext,
+)
+_disable_modes: Callable[[], Any] = _private(
+    "torch.utils._python_dispatch._disable_current_modes",
+    "catch up deferred rows while torch.export traces a model",
+)
+_disable_function_modes: Callable[[], Any] = _private(
+    "torch._C.DisableTorchFunction",
+    "catch up deferred rows while torch.export traces a model",
+)
+_is_wrapped: Callable[[Tensor], bool] = _private(
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "see what vmap and the like have wrapped",
+    lambda tensor: False,
+)
+_unwrap: Callable[[Tensor], Tensor] = _private(
+    "torch._C._functorch.get_unwrapped", "read what vmap and the like have wrapped", None
+)
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Run code as if no transform of torch.func and no tracer were active."""
+    with _clear_transforms(), _disable_modes(), _disable_function_modes():
+        yield
+
+
+def unwrapped(tensor: Any) -> Any:
+    """The tensor that transforms of torch.func have wrapped; the compiler has its own."""
+    if torch.compiler.is_dynamo_compiling():
+        return tensor
+    while isinstance(tensor, Tensor) and _is_wrapped(tensor):
+        tensor = _unwrap(tensor)
+    return tensor
+
+
 def forward_level() -> int:
     """How deeply forward derivatives are nested, from 0; -1 if there are none."""
     return int(getattr(forward_ad, "_current_level", 0))
 
 
 def assume_constant_result(function: Function) -> Function:
-    """Have torch.compile call a function when it traces, and take the result for a constant.
+    """Make torch.compile call a function while it traces, and treat the result as a constant.
 
     ``torch.compiler.assume_constant_result`` does the same, but imports the compiler first, which
     takes a second.
@@ -301,7 +340,7 @@ def group_timeout(group: Any) -> timedelta | None:
 
 
 def ignored_by_ddp(model: nn.Module, names: Iterable[str]) -> None:
-    """Have DistributedDataParallel leave parameters alone, by the attribute that it looks for."""
+    """Exclude parameters from DistributedDataParallel, by the attribute that it reads."""
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     model._ddp_params_and_buffers_to_ignore = [*before, *names]  # type: ignore[assignment]
 
@@ -316,7 +355,7 @@ def is_called_by_checkpoint() -> bool:
 
 
 def register_overlapped(theirs: type, ours: type) -> None:
-    """Have DDP use a class of ours for optimizers, where it can overlap them with backward."""
+    """Register a class for DDP to use when it overlaps optimizers with backward."""
     with suppress(ImportError):
         from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
 

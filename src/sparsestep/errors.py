@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ class SlowWarning(UserWarning):
 
 
 class StaleWarning(UserWarning):
-    """Rows were read or written before they were brought up to date. Once for each reason.
+    """Rows were read or written before they had caught up. Once for each reason.
 
     Only with ``semantics="dense"``: the results are then not those of dense training.
 
@@ -133,7 +134,8 @@ def _shorten(got: object) -> str:
     try:
         text = " ".join(str(got).split())
     except Exception:  # a subclass of Tensor that does not even print
-        return f"a {type(got).__name__}"
+        text = f"a {type(got).__name__}"
+    text = re.sub("^a (?=[AEIOaeio])", "an ", text)  # the name of a type follows
     return text if len(text) < 300 else f"{text[:260]} …"
 
 

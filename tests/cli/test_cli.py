@@ -9,6 +9,7 @@ import re
 import runpy
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,11 +73,14 @@ def test_every_command_has_help_with_an_example(capsys: Captured) -> None:
     ("arguments", "message"),
     [
         ("fly", "invalid choice: 'fly'"),
-        ("demo --steps 0", "--steps: it must be a whole number from 1 to 1000000. Got '0'."),
-        ("demo --dim 1e3", "--dim: it must be a whole number from 1 to 1024. Got '1e3'."),
-        ("demo --seconds nan", "--seconds: it must be a number from 1 to 86,400. Got 'nan'."),
-        ("demo --out a.svg", "--out: its name must end in .png. Got 'a.svg'."),
-        ("demo --out missing/a.png", "written (No such file or directory). Got 'missing/a.png'."),
+        ("demo --steps 0", "--steps: must be a whole number from 1 to 1000000. Got '0'."),
+        ("demo --dim 1e3", "--dim: must be a whole number from 1 to 1024. Got '1e3'."),
+        ("demo --seconds nan", "--seconds: must be a number from 1 to 86,400. Got 'nan'."),
+        ("demo --out a.svg", "--out: must end in .png. Got 'a.svg'."),
+        (
+            "demo --out missing/a.png",
+            "writable file (No such file or directory). Got 'missing/a.png'.",
+        ),
         *(
             (f"plan --tables {table}", "a table must be NAME=ROWSxDIM")
             for table in ("user", "user=0x4", "=5x4", "user=5xtall", "user=²x4", f"u={10**20}x4")
@@ -253,6 +257,16 @@ def test_a_tiny_demo(out: Path, capsys: Captured, monkeypatch: Patch) -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_without_the_core_the_demo_says_so_once_and_warns_of_nothing(
+    out: Path, capsys: Captured, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(_native, "ext", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", sparsestep.SlowWarning)
+        assert cli.main([*TINY, str(out)]) == 0
+    assert capsys.readouterr().out.count("so sparsestep is no faster than torch here.") == 1
+
+
 def test_ctrl_c_shows_the_results_so_far(out: Path, capsys: Captured, monkeypatch: Patch) -> None:
     def interrupt(*_: object) -> str:
         signal.raise_signal(signal.SIGINT)
@@ -265,8 +279,8 @@ def test_ctrl_c_shows_the_results_so_far(out: Path, capsys: Captured, monkeypatc
     printed, progress = capsys.readouterr()
     assert "similar contexts" not in printed  # after so few steps
     assert progress == ""  # no terminal
-    assert re.search(r"\nsteps +10 +10 *\n", printed)
-    assert printed.endswith("\nInterrupted after 10 of 1,000 steps.\n")
+    assert re.search(r"\nsteps +1 +1 *\n", printed)
+    assert printed.endswith("\nInterrupted after 1 of 1,000 steps.\n")
     assert out.exists()
 
 

@@ -109,7 +109,45 @@ class Normalized(OneTable):
         nn.utils.parametrizations.weight_norm(self.table)
 
 
+def densify(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad = param.grad.to_dense()
+
+
+class Collection(nn.Module):
+    """Bags of several tables in one call, by position and by keyword, or table by table."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        sizes = {"a": (20, 3), "b": (30, 3)}
+        self.tables = sparsestep.nn.EmbeddingBagCollection(sizes, mode="sum")
+        for param in self.parameters() if not sparse else ():
+            param.register_post_accumulate_grad_hook(densify)
+
+    def forward(self, t: int) -> Tensor:
+        ids = ids_of(t, 3, 2, 2)
+        found = self.tables(inputs=ids) if t % 2 else self.tables(ids)
+        if t % 4 == 3:
+            found = {name: table(ids[:, 0]) for name, table in self.tables.tables.items()}
+        return (found["a"] * found["b"]).sin().sum()
+
+
+class Ngrams(nn.Module):
+    """Rows that tokens are hashed to; document ids by keyword."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = sparsestep.nn.NgramEmbedding(50, 3)
+        if not sparse:
+            self.table.weight.register_post_accumulate_grad_hook(densify)
+
+    def forward(self, t: int) -> Tensor:
+        documents = torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)
+        return self.table(ids_of(t, 2, 6) % 4, document_ids=documents).sin().sum()
+
+
 MODELS = [OneTable, ByKeyword, Bag, BagByKeyword, Nested, Tied, WeightedBags, Normalized]
+MODELS += [Collection, Ngrams]
 
 
 def made(cls: Any, sparse: bool, optimizer: Any = sparsestep.AdamW, **more: Any) -> tuple[Any, Any]:

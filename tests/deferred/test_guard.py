@@ -7,6 +7,7 @@ program with dense gradients and torch's AdamW.
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -194,6 +195,17 @@ def test_without_the_guard_it_is_not(program: Any):
 def guarded() -> tuple[Any, Any, Any]:
     model, opt = made(Tied, True)
     return model, opt, opt.track(model, guard=True)
+
+
+def test_a_guarded_table_may_outlive_model_and_optimizer():
+    model, opt, handle = guarded()
+    train(model, opt, range(10))
+    weight = model.table.weight
+    del model, opt, handle
+    gc.collect()
+    dense, torchs = made(Tied, False)
+    train(dense, torchs, range(10))
+    assert close(weight * 1, dense.table.weight)
 
 
 def test_a_guard_catches_up_only_the_rows_that_are_read():

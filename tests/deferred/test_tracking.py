@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -352,3 +353,35 @@ def test_an_optimizer_of_tracked_parameters_that_lost_its_semantics_warns():
     sparsestep.AdamW(model.parameters(), semantics="dense")
     handle.remove()
     sparsestep.AdamW(model.parameters())
+
+
+def test_an_optimizer_may_replace_another_that_is_behind():
+    """As when a cell of a notebook runs again: no warning, and nothing is lost."""
+    losses = []
+    for sparse in (True, False):
+        model, _ = made(Tied, sparse)
+        found: list[float] = []
+        for steps in (range(10), range(10, 20)):
+            kind = partial(sparsestep.AdamW, semantics="dense") if sparse else torch.optim.AdamW
+            opt = kind(model.parameters(), lr=0.05)
+            if sparse:
+                opt.track(model)
+            found += train(model, opt, steps)
+        losses.append(torch.tensor(found))
+    assert close(*losses)
+
+
+@pytest.mark.parametrize("guard", [False, True], ids=["tracked", "guarded"])
+def test_fused_bags_with_weights_may_be_read_several_times(guard: bool):
+    """Backward reads the rows again; another lookup may have caught up others in the meantime."""
+    grads = []
+    for sparse in (True, False):
+        model, opt = made(WeightedBags, sparse)
+        if sparse:
+            sparsestep.nn.fuse(model)
+            opt.track(model, guard=guard)
+        train(model, opt, range(8))
+        opt.zero_grad()
+        model.read(torch.tensor([[0, 1], [2, 3]]), torch.tensor([[4, 5], [6, 7]])).backward()
+        grads.append([param.grad.to_dense() for param in model.parameters()])
+    assert all(map(close, *grads))

@@ -170,16 +170,6 @@ def sharded(kind: str, **options: Any) -> tuple[nn.Embedding, RuleOptimizer]:
     return table, sparsestep.SGD(table.parameters(), lr=1.0)
 
 
-def snapshot(table: Any, opt: Any) -> list[Tensor]:
-    """The weight and the state of a table."""
-    state = opt.state.get(table.weight, {})
-    return [table.weight.detach().clone(), *(state[name].clone() for name in sorted(state))]
-
-
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-
-
 def said(work: Callable[[], Any], errors: Any = sparsestep.InputError) -> str:
     """The message of the error that a call raises, if any."""
     try:

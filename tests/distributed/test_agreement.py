@@ -20,17 +20,17 @@ from tests.distributed.runs import (
     each_kind,
     initial_rows,
     said,
-    same,
     sharded,
-    snapshot,
     whole,
 )
+from tests.faults.snapshot import of_optimizer, snapshot
 from tests.ranks import Rank, ranks
+from tests.table import all_same_bits
 
 lockstep, shard = sparsestep.distributed.lockstep, sparsestep.distributed.shard
 
 IDS = torch.tensor([[0, 1, 4], [6, 6, 2]])
-TIMEOUT = timedelta(seconds=1)
+TIMEOUT, SOON = timedelta(seconds=100), timedelta(seconds=1)
 
 
 def new_table(kind: str) -> tuple[nn.EmbeddingBag, Any]:
@@ -47,11 +47,11 @@ def new_table(kind: str) -> tuple[nn.EmbeddingBag, Any]:
 @each_kind
 def test_bad_ids_on_one_rank_are_an_error_on_all(rank: Rank, kind: str):
     table, opt = sharded(kind)
-    before = snapshot(table, opt)
+    before = snapshot(of_optimizer(opt))
     message = said(lambda: table(torch.tensor([1, 99 if rank.is_last else 2])))
     expected = "Embedding (7 x 2): ids must be in [0, 7)" if rank.is_last else "rank 1, which looks"
     assert message.startswith(expected)
-    assert same(before, snapshot(table, opt))
+    assert before == snapshot(of_optimizer(opt))
     table(torch.tensor([rank.index])).sum().backward()  # the next step works
     opt.step()
     after = initial_rows()
@@ -126,7 +126,7 @@ def test_ranks_with_different_tables_and_optimizers(rank: Rank):
             expected = "Got 'row'. Use 'rows'." if rank.is_last else "rank 1 rejected its input"
         assert expected in said(partial(shard, model, **options))
         assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
-        assert same(before, params)
+        assert all_same_bits(before, params)
         shard(Differs(), plan="rows")
     for make, expected in OPTIMIZERS:
         model = Differs()
@@ -137,10 +137,10 @@ def test_ranks_with_different_tables_and_optimizers(rank: Rank):
         (model.user(ids).sum() + model.item(ids[None]).sum()).backward()
         before = [p.detach().clone() for p in params]
         assert expected in said(opt.step)
-        assert same(before, params)
+        assert all_same_bits(before, params)
         assert not opt.state
         sparsestep.Adam(params).step()  # the same on all ranks
-        assert any(rank.gather(not same(before, params)))
+        assert any(rank.gather(not all_same_bits(before, params)))
 
 
 @ranks(2)
@@ -158,7 +158,8 @@ def test_a_learning_rate_that_differs_later(rank: Rank):
         messages.append(said(opt.step))
     assert (messages[0], messages[2]) == ("", "")
     assert "lr for the table: 0.25 on rank 0, 1.25 on rank 1" in messages[1]
-    assert same(*rank.gather(snapshot(table, opt)))
+    ours, theirs = rank.gather(snapshot(of_optimizer(opt)))
+    assert ours == theirs
 
 
 # A rank that stops taking part
@@ -200,27 +201,33 @@ def prefetches() -> Callable[[], object]:
     return wait
 
 
+def set_timeouts(groups: list[Any], timeout: timedelta) -> None:
+    for group in groups:
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 @ranks(2, fresh=True, killed=1)  # groups that have timed out cannot be used
 def test_groups_wait_as_long_as_the_users_and_a_killed_rank_is_an_error(rank: Rank):
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(TIMEOUT)
-    groups = [collectives.new_group(), collectives.new_group("gloo")]
-    assert [group_timeout(each) for each in groups] == [TIMEOUT] * 2
+    set_timeouts([torch.distributed.group.WORLD], TIMEOUT)
+    collectives.new_group("gloo")
     store = torch.distributed.FileStore(str(rank.folder / "store"), 2)
     for prepare in (looks_up, steps, prefetches):
         action = prepare()
+        groups = list(torch.distributed.distributed_c10d._world.pg_map)
+        assert {group_timeout(each) for each in groups} == {TIMEOUT}
         if rank.index:  # it is busy with something else
-            store.wait([prepare.__name__], timedelta(seconds=100))
+            store.wait([prepare.__name__], TIMEOUT)
         else:
+            set_timeouts(groups, SOON)
             with pytest.raises(RuntimeError, match=r"(?i)timed out"):
                 action()
+            set_timeouts(groups, TIMEOUT)
             store.set(prepare.__name__, "done")
     table, opt = new_table("rows")
-    before = snapshot(table, opt)
+    before = snapshot(of_optimizer(opt))
     table(IDS).sum().backward()
     if rank.index:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError):
         opt.step()
-    assert same(before, snapshot(table, opt))
+    assert before == snapshot(of_optimizer(opt))

@@ -478,3 +478,18 @@ def test_candidates_take_turns(room: int, monkeypatch: pytest.MonkeyPatch):
     )
     assert ids == [20, 21, 30, 22, 31][-room:]
     assert counts == [dict(CANDIDATES.tolist())[each] for each in ids]
+
+
+def test_a_process_group_that_was_destroyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        table = nn.Embedding(3, 2)
+        sparsestep.distributed.shard(table, plan="rows")
+    finally:
+        torch.distributed.destroy_process_group()
+    optimizer = sparsestep.Adam(table.parameters())
+    for work in (sparsestep.distributed.save, sparsestep.distributed.load):
+        message = said(partial(work, tmp_path, table, optimizer))
+        assert message.startswith("the process group of sharded tables must exist")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import io
 import itertools
 import os
 import shutil
@@ -16,15 +18,21 @@ from torch import nn
 
 import sparsestep
 from tests.distributed.runs import said
+from tests.faults.snapshot import Snapshot, snapshot
 from tests.ranks import Rank, ranks
 
 if not torch.distributed.is_available():
     pytest.skip("needs torch.distributed", allow_module_level=True)
 
-from sparsestep.distributed.checkpoint import TensorLayouts, _files, ignore_dcp_warnings
+from sparsestep.distributed.checkpoint import _files, ignore_dcp_warnings
 from sparsestep.distributed.checkpoint import _manifest as manifest
+from sparsestep.distributed.checkpoint._state import TensorLayouts
 
 MANIFEST, METADATA, PART = "sparsestep.json", ".metadata", "__0_0.distcp"
+
+
+def of_both(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
+    return snapshot({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
 class Training:
@@ -51,9 +59,9 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def snapshot(self) -> str:
+    def snapshot(self) -> Snapshot:
         """Everything that a load may change."""
-        return repr(_as_lists((self.model.state_dict(), self.optimizer.state_dict())))
+        return of_both(self.model, self.optimizer)
 
     def save(self, folder: Path) -> None:
         sparsestep.distributed.save(folder, self.model, self.optimizer)
@@ -65,17 +73,7 @@ class Training:
         sparsestep.distributed.load(folder, self.model, self.optimizer)
 
 
-def _as_lists(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.tolist()
-    if isinstance(value, dict):
-        return {key: _as_lists(value[key]) for key in sorted(value, key=str)}
-    if isinstance(value, list | tuple):
-        return [_as_lists(each) for each in value]
-    return value
-
-
-def loaded(folder: Path) -> str:
+def loaded(folder: Path) -> Snapshot:
     """What a new training has after it has loaded a checkpoint."""
     training = Training(3)
     training.load(folder)
@@ -224,6 +222,51 @@ def test_ranks_that_do_not_share_a_disk(rank: Rank):
     assert rank.index or message.startswith("rank 1: ")
 
 
+@ranks(2)
+def test_arguments_that_one_rank_refuses_are_refused_by_all(rank: Rank):
+    training, other = Training(1), Training(2)
+    folder = rank.folder / "checkpoint"
+    for work in (
+        sparsestep.distributed.save,
+        sparsestep.distributed.async_save,
+        sparsestep.distributed.load,
+    ):
+        optimizer = other.optimizer if rank.index else training.optimizer
+        message = said(partial(work, folder, training.model, optimizer))
+        assert "the parameters of the optimizer must be those of the model" in message
+        path: Any = folder if rank.index else 3
+        message = said(partial(work, path, training.model, training.optimizer))
+        assert "path must be a str or os.PathLike. Got 3" in message
+    assert not folder.exists()
+
+
+@ranks(2)
+def test_torch_cannot_take_the_shard_of_one_rank_for_all(rank: Rank):
+    """A state dict is otherwise an ordinary one, of this rank's rows."""
+    checkpoint = torch.distributed.checkpoint
+    table = nn.Embedding(4, 2)
+    sparsestep.distributed.shard(table, plan="rows")
+    whole = {"weight": torch.zeros(2, 2)}
+    checkpoint.save(whole, checkpoint_id=rank.folder / "whole")
+    before = table.weight.detach().clone()
+    for work in (checkpoint.save, checkpoint.load):
+        path = rank.folder / ("whole" if work is checkpoint.load else "shards")
+        save_or_load = partial(work, table.state_dict(), checkpoint_id=path)
+        message = said(save_or_load, BaseException)
+        assert "tensors that are the same on all ranks" in message
+    assert torch.equal(table.weight, before)
+    rank.barrier()
+    found = table.state_dict()
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    for copied in (torch.load(file), copy.deepcopy(found)):
+        assert type(copied["weight"]) is torch.Tensor
+        assert torch.equal(copied["weight"], table.weight)
+    table.load_state_dict(found)
+    assert type(found["weight"] + 1) is torch.Tensor
+
+
 # Failed allocations and Ctrl-C are in tests/faults.
 SAVES: list[tuple[int, tuple[Any, str], BaseException]] = [
     (1, (_files._Summed, "write"), FULL),
@@ -269,3 +312,31 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(rank: Rank):
         rank.barrier()
         assert damaged.name in said(lambda: later.load(path))
         assert later.snapshot() == expected
+
+
+@ranks(2)
+def test_a_crafted_shape_is_refused_by_all_ranks(rank: Rank):
+    """Also if one of them alone reads the tensor."""
+    path = rank.folder / "checkpoint"
+
+    def trained(kind: str) -> tuple[nn.Module, Any]:
+        model = nn.Embedding(7, 2)
+        sparsestep.distributed.shard(model, plan=kind)
+        optimizer = sparsestep.Adam(model.parameters())
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    sparsestep.distributed.save(path, *trained("rows"))
+    if rank.index == 0:
+        found = manifest.read(path)
+        chunk = found.entries["state.weight.exp_avg"].chunks[0]._replace(offsets=[0], sizes=[1])
+        crafted = manifest.Entry(torch.Size([1]), torch.float32, [chunk])
+        entries = {**found.entries, "state.weight.exp_avg": crafted}
+        (path / MANIFEST).write_bytes(found._replace(entries=entries).encode())
+    rank.barrier()
+    model, optimizer = trained("tables")
+    before = of_both(model, optimizer)
+    load = partial(sparsestep.distributed.load, path, model, optimizer)
+    assert "a tensor of shape (1,) in a table of 7 rows" in said(load)
+    assert of_both(model, optimizer) == before

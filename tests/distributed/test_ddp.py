@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsestep
 from tests.ranks import Rank, ranks
-from tests.table import same_bits
+from tests.table import all_same_bits, same_bits
 from tests.torch_versions import needs_lookups_in_graphs
 
 ROWS, STEPS = 12, 5
@@ -102,10 +102,6 @@ def overlapped(model: Model, cls: Any, options: Options, batches: Batches = full
     return result(model)
 
 
-def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
-
-
 def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
@@ -128,9 +124,11 @@ def test_overlapped_updates_are_those_of_step(rank: Rank, name: str):
     cls, options = CLASSES[name]
     for sparse in (False, True) if name != "torch's" else (False,):
         ours = overlapped(Model(sparse=sparse), cls, options)
-        assert equal(ours, trained(Model(sparse=sparse), cls, options, bucket_cap_mb=BUCKET))
-        assert not equal(ours, result(Model(sparse=sparse)))
-        assert all(equal(ours, theirs) for theirs in rank.gather(ours))
+        assert all_same_bits(
+            ours, trained(Model(sparse=sparse), cls, options, bucket_cap_mb=BUCKET)
+        )
+        assert not all_same_bits(ours, result(Model(sparse=sparse)))
+        assert all(all_same_bits(ours, theirs) for theirs in rank.gather(ours))
 
 
 @ranks(2)
@@ -156,15 +154,15 @@ def test_sparse_gradients_are_reduced_and_few_rows_updated(rank: Rank, batches: 
             (reference(ids) / 2).backward()
         opt.step()
     ours = trained(model(), batches=batches, bucket_cap_mb=BUCKET)
-    assert all(equal(ours, theirs) for theirs in rank.gather(ours))
+    assert all(all_same_bits(ours, theirs) for theirs in rank.gather(ours))
     assert_close(ours, result(reference))
     moved = (ours[0] != before[0]).any(dim=1)
     assert set(moved.nonzero().flatten().tolist()) == used
     views = {"bucket_cap_mb": BUCKET, "gradient_as_bucket_view": True}
-    assert equal(trained(model(), batches=batches, **views), ours)
-    assert equal(trained(fuse(model()), batches=batches, bucket_cap_mb=BUCKET), ours)
+    assert all_same_bits(trained(model(), batches=batches, **views), ours)
+    assert all_same_bits(trained(fuse(model()), batches=batches, bucket_cap_mb=BUCKET), ours)
     for each in (model(), fuse(model())):
-        assert equal(overlapped(each, sparsestep.Adam, {"lr": 0.01}, batches), ours)
+        assert all_same_bits(overlapped(each, sparsestep.Adam, {"lr": 0.01}, batches), ours)
 
 
 @ranks(2)
@@ -179,7 +177,7 @@ def test_chosen_parameters_and_the_zero_redundancy_optimizer(rank: Rank):
     assert same == [False, False, True]  # table, weight and bias of the layer
     options = {"optimizer_class": sparsestep.AdamW, "lr": 0.01}
     sharded = trained(Model(sparse=False), ZeroRedundancyOptimizer, options)
-    assert equal(sharded, trained(Model(sparse=False), sparsestep.AdamW))
+    assert all_same_bits(sharded, trained(Model(sparse=False), sparsestep.AdamW))
 
 
 # Compact gradients against torch's sparse ones
@@ -229,9 +227,9 @@ LOOPS: dict[str, Options] = {
 @pytest.mark.parametrize("name", list(LOOPS))
 def test_compact_gradients_train_like_torchs_sparse_ones(rank: Rank, name: str):
     ours = trained(Tables(sparsestep.nn), batches=one_empty, **LOOPS[name])
-    assert all(equal(ours, theirs) for theirs in rank.gather(ours))
+    assert all(all_same_bits(ours, theirs) for theirs in rank.gather(ours))
     assert_close(ours, trained(Tables(nn), batches=one_empty, **LOOPS[name]))
-    assert not equal(ours, result(Tables(sparsestep.nn)))
+    assert not all_same_bits(ours, result(Tables(sparsestep.nn)))
 
 
 @ranks(2)
@@ -244,6 +242,6 @@ def test_a_compiled_model_trains_as_it_does_in_eager(rank: Rank):
         compiled = trained(
             models[1], sparsestep.AdamW, wrap=lambda ddp: torch.compile(ddp, backend="aot_eager")
         )
-    assert equal(eager, compiled)
-    assert all(equal(compiled, theirs) for theirs in rank.gather(compiled))
+    assert all_same_bits(eager, compiled)
+    assert all(all_same_bits(compiled, theirs) for theirs in rank.gather(compiled))
     assert models[1].table.graph_anchor is not None  # the lookup was in a graph

@@ -157,3 +157,29 @@ def test_a_sparse_gradient_is_that_of_the_local_rows(rank: Rank):
     opt.step([sparsestep.IndexedGrad(torch.tensor([0, 2, 0]), torch.ones(3, 4))])
     moved = [-2.0, 0.0, -1.0, 0.0, -2.0, 0.0, -1.0]
     assert table.full_tensor().tolist() == [[value] * 4 for value in moved]
+
+
+@ranks(2)
+def test_masks_of_a_dtensor_are_those_of_the_whole(rank: Rank):
+    """Set before there is state, and later; each rank keeps the state of its own part."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(ROWS,), (ROWS, 4)]
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        for optimizer in (sparsestep.Adam, sparsestep.SGD, sparsestep.RowwiseAdam):
+            if placement == Shard(1) and optimizer is sparsestep.RowwiseAdam:
+                continue  # which needs whole rows
+            plain = nn.Parameter(torch.ones(ROWS, 4))
+            where = [Replicate()] * (mesh_of(rank).ndim - 1) + [placement]
+            param = nn.Parameter(distribute_tensor(torch.ones(ROWS, 4), mesh_of(rank), where))
+            theirs, opt = make(optimizer, [plain]), make(optimizer, [param])
+            for step in range(6):
+                mask = None if step == 4 else torch.rand(shapes[step % 2], generator=draw) < 0.5
+                grad = torch.randn(ROWS, 4, generator=draw)
+                theirs.set_mask(plain, mask)
+                opt.set_mask(param, mask)
+                plain.grad, param.grad = grad, distribute_tensor(grad, mesh_of(rank), where)
+                theirs.step()
+                opt.step()
+                assert same_bits(param.full_tensor().detach(), plain.detach()), (placement, step)

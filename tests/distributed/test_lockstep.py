@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import sparsestep
-from sparsestep.distributed import lookup
+from sparsestep.distributed import _requests, lookup
 from tests.distributed.runs import (
     PLAN,
     Net,
@@ -54,14 +54,15 @@ def test_ranks_may_run_out_of_data_at_different_times(rank: Rank):
 def counted() -> Iterator[list[int]]:
     """How many lookups send ids when they are done."""
     calls: list[int] = []
-    real = lookup._read_ids
+    real = lookup.read_ids
 
     def read_ids(*arguments: Any) -> Any:
         calls.extend([1] * (threading.current_thread() is threading.main_thread()))
         return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookup, "_read_ids", read_ids)
+        for module in (lookup, _requests):
+            patch.setattr(module, "read_ids", read_ids)
         yield calls
 
 
@@ -173,14 +174,15 @@ def test_bad_ids_that_were_to_be_prefetched(rank: Rank):
 @ranks(3)
 @pytest.mark.parametrize(
     ("function", "in_thread", "nth"),
-    [("_read_ids", True, 1), ("serve_lookups", False, 3), ("_row_sections", False, 5)],
+    [("read_ids", True, 1), ("serve_lookups", False, 3), ("_row_sections", False, 5)],
 )
 def test_memory_runs_out_while_ids_are_prefetched(
     rank: Rank, function: str, in_thread: bool, nth: int
 ):
     """The lookup says so on every rank, before and after it knows the rows to send."""
     table, opt = sharded("rows")
-    real, calls = getattr(lookup, function), []
+    module = _requests if in_thread else lookup
+    real, calls = getattr(module, function), []
 
     def fail(*arguments: Any, **options: Any) -> Any:
         if (threading.current_thread().name == "sparsestep-ids") == in_thread:
@@ -190,7 +192,7 @@ def test_memory_runs_out_while_ids_are_prefetched(
         return real(*arguments, **options)
 
     if rank.is_last:
-        rank.monkeypatch.setattr(lookup, function, fail)
+        rank.monkeypatch.setattr(module, function, fail)
     messages = []
     for batch in lockstep([torch.tensor([0, 1]) for _ in range(7)], prefetch=1):
         opt.zero_grad()
@@ -203,20 +205,21 @@ def test_memory_runs_out_while_ids_are_prefetched(
 
 
 @ranks(3)
-def test_if_a_loader_fails_all_ranks_raise(rank: Rank):
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_if_a_loader_fails_all_ranks_raise(rank: Rank, error: type[BaseException]):
     """The loader of the last rank raises in place of its third batch; all reuse a batch."""
 
     def loader() -> Iterator[Tensor]:
         yield torch.tensor([0])
         yield torch.tensor([1])
         if rank.is_last:
-            raise ValueError("the disk is gone")
+            raise error("the disk is gone")
         yield torch.tensor([2])
 
     for prefetch in (0, 1):
         seen: list[int] = []
         loop = lockstep(loader(), prefetch)
-        message = said(lambda loop=loop, seen=seen: seen.extend(map(int, loop)), Exception)
+        message = said(lambda loop=loop, seen=seen: seen.extend(map(int, loop)), BaseException)
         failed = f"rank {rank.world - 1} has no next batch"
         assert ("the disk is gone" if rank.is_last else failed) in message
         assert seen == ([] if prefetch else [0, 1])

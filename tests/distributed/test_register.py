@@ -20,7 +20,7 @@ import sparsestep.distributed
 from sparsestep.distributed._functional_optim import make_functional
 from sparsestep.optim import FUNCTIONAL
 from tests.ranks import Rank, ranks
-from tests.table import same_bits
+from tests.table import all_same_bits, same_bits
 from tests.torch_versions import COMPILES_DISTRIBUTED_OPTIMIZERS, uses_torchscript
 
 if not torch.distributed.is_available() or not torch.distributed.rpc.is_available():
@@ -205,7 +205,7 @@ def assert_errors_arrive() -> None:
 
 def assert_trains_alike(cls: Any, both: Callable[[int], bool], *, functional: bool) -> None:
     ours, theirs = over_rpc(cls, both, functional=functional), in_one_process(cls, both)
-    assert all(map(same_bits, ours, theirs)), cls
+    assert all_same_bits(ours, theirs), cls
     assert not any(same_bits(*pair) for pair in zip(Tables().result(), ours, strict=False))
 
 

@@ -238,6 +238,10 @@ def test_gradients_that_are_still_to_be_exchanged(rank: Rank):
     assert "Use sparsestep.clip_grad_norm_" in torchs
     opt.step_in_backward().remove()
     opt.step()
+    opt.zero_grad()
+    table(torch.tensor([rank.index, 1])).sum().backward()
+    assert said(lambda: nn.utils.clip_grad_norm_([weight], 1.0)) == torchs
+    opt.step()
 
 
 @ranks(3)

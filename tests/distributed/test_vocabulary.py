@@ -15,9 +15,10 @@ import sparsestep
 from sparsestep.distributed.placement import hash_owner
 from tests.distributed.runs import said, whole
 from tests.distributed.test_collectives import Counted
+from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
 from tests.nn.test_id_table import splitmix64
 from tests.ranks import Rank, ranks
-from tests.table import same_bits
+from tests.table import all_same_bits, same_bits
 
 shard, Vocabulary = sparsestep.distributed.shard, sparsestep.distributed.Vocabulary
 local_of = sparsestep.nn.Vocabulary
@@ -147,10 +148,9 @@ def made(rows: int = ROWS, **options: Any) -> tuple[Any, Any, Any]:
     return table, optimizer, Vocabulary(table, optimizer, **options)
 
 
-def snapshot(table: Any, optimizer: Any, vocabulary: Any) -> list[Tensor]:
-    tensors = [table.weight, *optimizer.state[table.weight].values()]
-    known = [each.clone() for each in (*tensors, *vocabulary.state_dict().values())]
-    return [*known, torch.tensor([vocabulary.rows, table.num_embeddings])]
+def contents(optimizer: Any, vocabulary: Any) -> Snapshot:
+    """Tables, their state, and the ids of one vocabulary or several."""
+    return snapshot({"ids": dict(vocabulary.state_dict()), **of_optimizer(optimizer)})
 
 
 def assert_refused(rank: Rank, call: Callable[[], Any], doing: str = "") -> None:
@@ -164,12 +164,12 @@ def assert_refused(rank: Rank, call: Callable[[], Any], doing: str = "") -> None
 @ranks(3)
 def test_if_a_rank_refuses_nothing_changes(rank: Rank):
     """Lookups, growth, merging and export."""
-    table, optimizer, vocabulary = things = made(MERGED, evict="lru")
+    table, optimizer, vocabulary = made(MERGED, evict="lru")
     other, plain, different = made(MERGED // 2)[2], local_of(60), local_of(60)
     plain(torch.arange(9))
     different(torch.arange(9) + rank.index)
     vocabulary(torch.arange(3) + rank.index)
-    before = snapshot(*things)
+    before = contents(optimizer, vocabulary)
 
     doing = "looks up ids of the table"
     ids = torch.arange(20.0) if rank.is_last else torch.arange(20)
@@ -201,7 +201,8 @@ def test_if_a_rank_refuses_nothing_changes(rank: Rank):
 
     unsharded = nn.Embedding(MERGED, DIM) if rank.is_last else table
     assert_refused(rank, lambda: vocabulary.export(unsharded), "exports the table")
-    assert all(map(torch.equal, before, snapshot(*things)))
+    assert contents(optimizer, vocabulary) == before
+    assert (vocabulary.rows, table.num_embeddings) == (MERGED, MERGED)
     vocabulary.grow(MERGED + 10)
     new_rows = rank.gather(table.weight.detach()[-2:])
     assert not torch.equal(new_rows[0][0], new_rows[-1][0])
@@ -419,7 +420,7 @@ def test_ids_that_are_sent_in_advance_get_the_same_rows(rank: Rank):
             optimizer.step()
         assert model.tables.vocabularies["bag"].taken_over.numel()
         found.append(list(model.state_dict().values()))
-    assert all(map(torch.equal, *found))
+    assert all_same_bits(*found)
 
 
 @ranks(3)
@@ -439,18 +440,13 @@ def test_a_collection_changes_nothing_if_any_rank_fails(rank: Rank, semantics: A
         sum(each.square().sum() for each in found.values()).backward()
         optimizer.step()
 
-    def contents() -> list[Tensor]:
-        params = [model.tables.tables[name].weight for name in Features.sizes]
-        state = [value for each in params for value in optimizer.state[each].values()]
-        return [
-            each.clone()
-            for each in (*params, *state, *model.tables.vocabularies.state_dict().values())
-        ]
-
     for number in range(8):
         step(number)
-    optimizer.catch_up()
-    before, features = contents(), features_of(torch.arange(26 * 39).view(-1, 13))
+    vocabularies = model.tables.vocabularies
+    before, features = (
+        contents(optimizer, vocabularies),
+        features_of(torch.arange(1014).view(-1, 13)),
+    )
     wrong = {**features, "bag": features["bag"] * 1.0} if rank.is_last else features
     assert "rank 2" in said(lambda: model.tables(wrong)) or rank.is_last
     with rank.monkeypatch.context() as patch:
@@ -459,7 +455,7 @@ def test_a_collection_changes_nothing_if_any_rank_fails(rank: Rank, semantics: A
             patch.setattr(bag.attached[0], "init", lambda rows: 1 / 0)
         error = ZeroDivisionError if rank.is_last else sparsestep.InputError
         assert said(lambda: model.tables(features), error)
-    assert all(map(torch.equal, contents(), before))
+    assert contents(optimizer, vocabularies) == before
     step(8)
     assert model.tables.vocabularies["bag"].taken_over.numel()
 

@@ -18,7 +18,7 @@ import sparsestep
 from sparsestep import _native
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.masks import PackedMask
-from tests.table import VARIANTS, same_bits
+from tests.table import VARIANTS, all_same_bits, same_bits
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,7 +91,7 @@ def test_several_python_threads_may_step_at_once():
     torch.set_num_threads(2)
     expected = list(map(train, range(4)))
     with ThreadPoolExecutor(4) as pool:
-        assert all(map(same_bits, pool.map(train, range(4)), expected))
+        assert all_same_bits(pool.map(train, range(4)), expected)
 
 
 def test_a_bad_call_into_the_core_is_refused():

@@ -23,7 +23,7 @@ from sparsestep.rules.trace import TraceError, trace
 from tests.engines import emulator
 from tests.generate.cases import EXAMPLES
 from tests.rules.random_formulas import Formula, computed, formulas
-from tests.table import INSTRUCTION_SETS, VARIANTS, Variant, running_on, same_bits
+from tests.table import INSTRUCTION_SETS, VARIANTS, Variant, all_same_bits, running_on, same_bits
 
 pytestmark = pytest.mark.skipif(not INSTRUCTION_SETS, reason="the core is not installed")
 
@@ -112,11 +112,11 @@ def test_a_traced_rule_has_the_bits_of_its_native_kernel(variant: Variant):
                 for step in (1, 2, 9):
                     ours = run(traced, values, indices, hyper, step, **options)
                     theirs = run(native, values, indices, hyper, step, **options)
-                    assert all(map(same_bits, ours, theirs))
+                    assert all_same_bits(ours, theirs)
                     values = [ours[0], -values[1], *ours[1:]]
             results.append(values)
         for other in results[1:]:
-            assert all(map(same_bits, results[0], other))
+            assert all_same_bits(results[0], other)
 
 
 def test_not_a_number_goes_through():

@@ -16,18 +16,15 @@ import sparsestep
 from sparsestep.engines import rounding
 from sparsestep.optim import OPTIMIZERS
 from tests.generate.layouts import Entries
+from tests.optim.own_rules import seeded
 from tests.properties.marks import QUIET
 from tests.subject import by_hand
-from tests.table import Variant, each_engine, running_on, same_bits
+from tests.table import Variant, all_same_bits, each_engine, running_on, same_bits
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("one_thread")]
 HALVES = [torch.bfloat16, torch.float16]
 each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 INF, NAN = math.inf, math.nan
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def wide_values(count: int = 4000) -> Tensor:
@@ -211,7 +208,7 @@ def test_wide_params_are_not_affected(engine: str):
                 train([param], opt, range(2))
             state = [value for name, value in opt.state[param].items() if name != "step"]
             results.append([param.detach(), *state])
-        assert all(map(same_bits, *results)), cls
+        assert all_same_bits(*results), cls
 
 
 def test_keys_and_counts_are_there_only_where_they_are_needed():

@@ -23,7 +23,7 @@ from tests.faults.operations import Operation, ids_of, of
 from tests.faults.snapshot import Snapshot, snapshot
 
 ROWS, DIM = 101, 8
-TIMEOUT = timedelta(seconds=6)
+TIMEOUT = timedelta(seconds=15)
 
 
 class RankOperation(Operation):

@@ -92,6 +92,12 @@ def fake(like: Tensor) -> Tensor:
     return FakeTensorMode(allow_non_fake_inputs=True).from_tensor(like)
 
 
+def released(tensor: Tensor) -> Tensor:
+    """A tensor whose memory was released, as FSDP does with what it does not need."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def unreadable(param: Tensor) -> dict[str, Any]:
     """Tensors of the right shape that nobody can read."""
     whole = torch.ones(param.shape)
@@ -100,6 +106,7 @@ def unreadable(param: Tensor) -> dict[str, Any]:
         "meta": whole.to("meta"),
         "fake": fake(whole),
         "wrapper": Unusable(whole),
+        "released": released(whole.clone()),
     }
     if param.dim():
         found["nested"] = torch.nested.nested_tensor([whole, whole])
@@ -147,6 +154,10 @@ def _coo(param: Tensor) -> dict[str, Any]:
                 indices[dim, 1] = bad
                 name = f"COO index {dim} of {dims} is {'its size' if bad == shape[dim] else bad}"
                 found[name] = torch.sparse_coo_tensor(indices, values, shape)
+        for part in ("indices", "values"):
+            grad = torch.sparse_coo_tensor(torch.zeros(dims, 2).long(), values.clone(), shape)
+            released(getattr(grad, f"_{part}")())
+            found[f"COO of {dims} whose {part} were released"] = grad
     return found
 
 
@@ -206,6 +217,10 @@ def _compressed(param: Tensor) -> dict[str, Any]:
         found[f"{name} of integers"] = made(starts, others, dtype=torch.int64)
         smaller = (*batch, rows + 1, columns + 1)
         found[f"{name} of another shape"] = made(starts, others, shape=smaller)
+        if not batch:
+            part = "col_indices" if layout in BY_ROW else "row_indices"
+            found[f"{name} whose indices were released"] = grad = made(starts, others.clone())
+            released(getattr(grad, part)())
         if is_blocked:
             found[f"{name} without blocks"] = made(starts, others, block=())
             uneven = made(starts, others, block=(rows + 1, columns + 1))

@@ -23,7 +23,7 @@ from tests.generate.grads import coo as any_coo
 from tests.generate.params import REAL, any_param
 from tests.generate.source import DrawnSource
 from tests.properties.marks import QUIET
-from tests.table import same_bits
+from tests.table import all_same_bits, same_bits
 
 pytestmark = QUIET
 NORM_TYPES = (2.0, 1.0, 0.5, 3.0, math.inf, -math.inf, 0.0, -1.0, -2.0)
@@ -312,7 +312,7 @@ def test_a_non_finite_norm_is_an_error_if_asked_for(bad: float, norm_type: float
     before = bits(params)
     with pytest.raises(RuntimeError, match="is non-finite"):
         clip_grad_norm_(params, 1.0, norm_type, error_if_nonfinite=True)
-    assert all(map(same_bits, bits(params), before))
+    assert all_same_bits(bits(params), before)
     total = clip_grad_norm_(params, 1.0, norm_type)
     assert math.isnan(total) if math.isnan(bad) else math.isinf(total)
 
@@ -335,4 +335,4 @@ def test_bad_gradients_are_refused_before_anything_is_changed(function: Callable
     before = bits(params)
     with pytest.raises(InputError, match="param 3: "):
         function([*params, torch.zeros(1), bad], 0.1)
-    assert all(map(same_bits, bits(params), before))
+    assert all_same_bits(bits(params), before)

@@ -142,6 +142,7 @@ def test_every_optimizer_shares_its_state(steps: int):
         assert same_bits(*(param.detach() for param in params)), str(variant)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_large_state_is_shared_with_another_process():
     param = table(rows=100_000)
     param.requires_grad_(False).share_memory_()

@@ -177,29 +177,3 @@ def test_a_collection_looks_up_ids_in_its_vocabularies():
 
 def nn_vocabulary() -> Any:
     return sparsestep.nn.Vocabulary(9, evict="lru")
-
-
-def test_tracked_rows_are_current_when_they_are_read():
-    torch.manual_seed(0)
-    ours = EmbeddingBagCollection({"a": (20, 3), "b": (30, 3)}, mode="sum", dtype=torch.float64)
-    theirs = copy.deepcopy(ours)
-    optimizer = sparsestep.AdamW(ours.parameters(), lr=0.05, semantics="dense")
-    optimizer.track(ours)
-    dense = sparsestep.AdamW(theirs.parameters(), lr=0.05)
-    for step in range(12):
-        ids = (20 * torch.rand(3, 2, 2) ** 2).long()
-        losses = []
-        for model, each in ((ours, optimizer), (theirs, dense)):
-            each.zero_grad()
-            if step % 4 == 3:
-                found = {name: table(ids[:, 0]) for name, table in model.tables.items()}
-            else:
-                found = model(inputs=ids) if step % 2 else model(ids)
-            losses.append((found["a"] * found["b"]).sin().sum())
-            losses[-1].backward()
-            if model is theirs:  # all rows have a gradient, most of them zeros
-                for param in model.parameters():
-                    param.grad = param.grad.to_dense()
-            each.step()
-        torch.testing.assert_close(*losses, rtol=1e-10, atol=0)
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-10, atol=1e-12)

@@ -409,3 +409,27 @@ def test_nested_ids():
     assert same(ours.weight.grad.to_dense(), theirs.weight.grad)
     with pytest.raises(sparsestep.InputError, match="per_sample_weights must be nested"):
         ours(ids, per_sample_weights=torch.ones(3))
+
+
+def test_rows_of_nested_ids():
+    ids = torch.nested.nested_tensor([FOUR[:2], NO, FOUR[2:3]], layout=torch.jagged)
+    ours, theirs = Embedding(*TABLE), nn.Embedding(*TABLE)
+    theirs.load_state_dict(ours.state_dict())
+    opt = sparsestep.AdamW(ours.parameters(), semantics="dense")
+    opt.track(ours)
+    for table in (ours, theirs):
+        output = table(ids)
+        assert output.is_nested
+        assert output.shape == (*ids.shape, TABLE[1])
+        output.values().sin().sum().backward()
+    assert ours.weight.grad.is_sparse
+    assert same(ours.weight.grad.to_dense(), theirs.weight.grad)
+
+
+def test_nested_ids_with_gaps_are_refused():
+    """Their values include numbers that are not ids."""
+    lengths = torch.tensor([1, 2])
+    ids = torch.nested.narrow(FOUR.view(2, 2), 1, 0 * lengths, lengths, layout=torch.jagged)
+    for table in (Embedding(*TABLE), EmbeddingBag(*TABLE)):
+        with pytest.raises(sparsestep.InputError, match="must be contiguous"):
+            table(ids)

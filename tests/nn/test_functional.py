@@ -13,13 +13,18 @@ from sparsestep.grads.compact import CompactGrad
 from sparsestep.nn.functional import embedding_dot, embedding_l2
 from tests.table import INSTRUCTION_SETS, running_on
 
+
+def ids_of(*shape: int) -> Tensor:
+    return torch.randint(30, shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
 IDS = {
-    "one each": torch.randint(30, (9,)),
-    "several each": torch.randint(30, (9, 4)),
-    "none each": torch.randint(30, (9, 0)),
-    "shared": torch.randint(30, (1, 6)),
-    "int32": torch.randint(30, (9, 4)).int(),
-    "not contiguous": torch.randint(30, (4, 9)).T,
+    "one each": ids_of(9),
+    "several each": ids_of(9, 4),
+    "none each": ids_of(9, 0),
+    "shared": ids_of(1, 6),
+    "int32": ids_of(9, 4).int(),
+    "not contiguous": ids_of(4, 9).T,
 }
 
 
@@ -88,6 +93,22 @@ def test_weights_and_torchs_modules():
         assert table.weight.grad.indexed().values.shape == (9, 37)
 
 
+@pytest.mark.parametrize("frozen", range(3))
+def test_one_table_may_be_frozen(frozen: int):
+    ours, one, several = tables(), ids_of(9), IDS["several each"]
+    theirs = [plain(table) for table in ours]
+    ours[frozen].requires_grad_(False)
+    left, right, relation = ours
+    found = embedding_dot(left, one, right, several, diagonal=relation, diagonal_ids=one)
+    found.sum().backward()
+    expected(theirs[0], one, theirs[1], several, theirs[2](one)).sum().backward()
+    for number, (table, copied) in enumerate(zip(ours, theirs, strict=True)):
+        if number == frozen:
+            assert table.weight.grad is None
+        else:
+            close(table.weight.grad, copied.weight.grad)
+
+
 def test_padding_has_no_gradient_and_rows_are_renormalized():
     left, right, _ = tables(padding_idx=3, max_norm=0.5)
     ids = torch.full((9, 2), 3)
@@ -138,9 +159,41 @@ def test_deferred_rows_catch_up_before_they_are_read(guard: bool):
         torch.testing.assert_close(param, its, rtol=1e-6, atol=1e-8)
 
 
+def test_products_with_the_same_table_in_one_loss():
+    """As positive and negative samples: the second catches up rows before backward of the first."""
+    ours = nn.ModuleList(tables()[:2])
+    theirs = nn.ModuleList(map(plain, ours))
+    optimizer = sparsestep.AdamW(ours.parameters(), lr=0.1, semantics="dense")
+    optimizer.track(ours)
+    dense = torch.optim.AdamW(theirs.parameters(), lr=0.1)
+    chance = torch.Generator().manual_seed(3)
+    for _ in range(6):
+        one, positive = torch.randint(30, (2, 5), generator=chance)
+        negative = torch.randint(30, (5, 2), generator=chance)
+        for both, score, opt in ((ours, embedding_dot, optimizer), (theirs, expected, dense)):
+            opt.zero_grad()
+            scores = [score(both[0], one, both[1], ids).sin().sum() for ids in (positive, negative)]
+            sum(scores).backward()
+            opt.step()
+    optimizer.catch_up()
+    for param, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(param, its, rtol=1e-6, atol=1e-8)
+
+
+def test_a_table_that_was_written_before_backward_is_refused():
+    left, right, _ = tables()
+    optimizer = sparsestep.AdamW([left.weight, right.weight], semantics="dense")
+    optimizer.track(nn.ModuleList([left, right]))
+    scores = embedding_dot(left, torch.tensor([3]), right, torch.tensor([[4, 5]]))
+    with torch.no_grad():
+        right.weight[4] = 0.0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.sum().backward()
+
+
 # Penalties
 
-L2_IDS = {**IDS, "scalar": torch.tensor(7), "3-D": torch.randint(30, (2, 3, 4))}
+L2_IDS = {**IDS, "scalar": torch.tensor(7), "3-D": ids_of(2, 3, 4)}
 MODULES = [sparsestep.nn.Embedding, nn.Embedding, sparsestep.nn.EmbeddingBag, nn.EmbeddingBag]
 
 

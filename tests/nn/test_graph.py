@@ -63,7 +63,7 @@ class Model(nn.Module):
         return total
 
 
-def compiled(model: nn.Module, backend: str = "aot_eager", **options: Any) -> Any:
+def compiled(model: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Any:
     return torch.compile(model, backend=backend, fullgraph=True, **options)
 
 
@@ -90,6 +90,20 @@ def equal(ours: list[Any], theirs: list[Any]) -> bool:
         torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y
         for x, y in zip(ours, theirs, strict=True)
     )
+
+
+def assert_as_eager(
+    model: nn.Module, run: Any, *arguments: Any, others: tuple[Tensor, ...] = (), eager: Any = None
+) -> list[Any]:
+    """A call has the loss and the gradients of the model, which are returned."""
+    losses = [each(*arguments) for each in (eager or model, run)]
+    assert torch.equal(*losses)
+    results = []
+    for loss in losses:
+        loss.backward()
+        results.append(grads_of(model, *others))
+    assert equal(*results)
+    return results[0]
 
 
 def with_offsets(seed: int) -> tuple[Tensor, Tensor]:
@@ -138,15 +152,10 @@ def test_one_graph_with_eager_bits(case: str):
     model, counter = model_of(table), CompileCounterWithBackend("aot_eager")
     run = torch.compile(model, backend=counter, fullgraph=True)
     for seed in range(3):
-        losses = [each(*arguments(seed)) for each in (model, run)]
-        assert torch.equal(*losses)
-        results = []
-        for loss in losses:
-            loss.backward()
-            tables = model.tables.parameters()
-            assert all(isinstance(param.grad, CompactGrad) for param in tables)
-            results.append(grads_of(model))
-        assert equal(*results)
+        assert_as_eager(model, run, *arguments(seed))
+        run(*arguments(seed)).backward()
+        assert all(isinstance(param.grad, CompactGrad) for param in model.tables.parameters())
+        grads_of(model)
     assert counter.frame_count == 1
 
 
@@ -176,13 +185,7 @@ def test_dynamic_shapes_are_one_graph(case: str):
         arguments: tuple[Tensor, ...] = (ids_of(3, length),)
         if case == "sum, offsets":
             arguments = (ids_of(length), torch.arange(0, length, 2))
-        losses = [each(*arguments) for each in (model, run)]
-        results = []
-        for loss in losses:
-            loss.backward()
-            results.append(grads_of(model))
-        assert torch.equal(*losses)
-        assert equal(*results)
+        assert_as_eager(model, run, *arguments)
     assert counter.frame_count == 1
 
 
@@ -191,12 +194,9 @@ def test_weights_per_sample(frozen: bool):
     model = model_of(lambda: EmbeddingBag(ROWS, DIM, mode="sum"))
     model.tables.requires_grad_(not frozen)
     factors = torch.rand(4, 3, requires_grad=True)
-    results = []
-    for run in (model, compiled(model)):
-        run(ids_of(4, 3), None, factors).backward()
-        results.append(grads_of(model, factors))
-    assert equal(*results)
-    assert (results[0][0] is None) == frozen
+    run, arguments = compiled(model), (ids_of(4, 3), None, factors)
+    found = assert_as_eager(model, run, *arguments, others=(factors,))
+    assert (found[0] is None) == frozen
 
 
 def twice(table: nn.Module) -> nn.Module:
@@ -218,11 +218,7 @@ def twice(table: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_lookups_of_one_weight_add_up(backend: str):
     model = twice(Embedding(ROWS, DIM))
-    results = []
-    for run in (model, compiled(model, backend)):
-        run(ids_of(7) % 10).backward()
-        results.append(grads_of(model))
-    assert equal(*results)
+    assert_as_eager(model, compiled(model, backend), ids_of(7) % 10)
 
 
 def test_accumulation_retained_graphs_and_partial_backwards():
@@ -252,11 +248,7 @@ def test_what_a_failed_backward_left_is_not_used():
         run(ids_of(7)).backward()
     handle.remove()
     grads_of(model)
-    results = []
-    for each in (model, run):
-        each(ids_of(7)).backward()
-        results.append(grads_of(model))
-    assert equal(*results)
+    assert_as_eager(model, run, ids_of(7))
 
 
 @pytest.mark.parametrize(
@@ -271,16 +263,9 @@ def test_checkpointing_counts_once(reentrant: bool, compile_all: bool):
             lambda ids, scale: run(ids) * scale, ids, scale, use_reentrant=reentrant
         )
 
-    runs = [checkpointed(model)]
-    if compile_all:
-        runs.append(torch.compile(checkpointed(model), backend="aot_eager", fullgraph=True))
-    else:
-        runs.append(checkpointed(compiled(model)))
-    results = []
-    for run in runs:
-        run(ids_of(4, 3)).backward()
-        results.append(grads_of(model, scale))
-    assert equal(*results)
+    eager = checkpointed(model)
+    run = compiled(eager) if compile_all else checkpointed(compiled(model))
+    assert_as_eager(model, run, ids_of(4, 3), others=(scale,), eager=eager)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -296,22 +281,18 @@ def test_no_gradient_of_a_gradient(backend: str):
         differentiate_twice()
 
 
-def trained(run: Any, model: Model, opt: Any, clip: bool = False) -> list[Tensor]:
-    for seed in range(4):
-        opt.zero_grad()
-        run(ids_of(4, 3, seed=seed)).backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        opt.step()
-    opt.catch_up()
-    return [param.detach() for param in model.parameters()]
-
-
-@pytest.mark.parametrize("how", ["clipped", "tracked", "step_in_backward"])
-def test_training_as_eager(how: str):
+@pytest.mark.parametrize(
+    ("how", "cases"),
+    [
+        *((how, ["mean, padding", "rows"]) for how in ("clipped", "tracked", "step_in_backward")),
+        *(("tracked", [case]) for case in ("collection", "n-grams")),
+    ],
+)
+def test_training_as_eager(how: str, cases: list[str]):
+    """Losses as well: the rows of tracked tables have caught up when they are read."""
     results = []
     for is_compiled in (False, True):
-        model = model_of(lambda: Embedding(ROWS, DIM), lambda: EmbeddingBag(ROWS, DIM))
+        model, losses = model_of(*(CASES[case][0] for case in cases)), []
         options = {"semantics": "dense"} if how == "tracked" else {}
         opt = sparsestep.AdamW(model.parameters(), lr=0.1, **options)
         if how == "tracked":
@@ -319,25 +300,15 @@ def test_training_as_eager(how: str):
         if how == "step_in_backward":
             opt.step_in_backward()
         run = compiled(model) if is_compiled else model
-        results.append(trained(run, model, opt, clip=how == "clipped"))
-    assert equal(*results)
-
-
-@pytest.mark.parametrize("case", ["collection", "n-grams"])
-def test_rows_of_tracked_tables_catch_up(case: str):
-    table, arguments = CASES[case]
-    results = []
-    for is_compiled in (False, True):
-        model = model_of(table)
-        opt = sparsestep.AdamW(model.parameters(), lr=0.1, semantics="dense")
-        opt.track(model)
-        run, losses = (compiled(model) if is_compiled else model), []
         for seed in range(4):
             opt.zero_grad()
-            losses.append(run(*arguments(seed)))
+            losses.append(run(*CASES[cases[0]][1](seed)))
             losses[-1].backward()
+            if how == "clipped":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             opt.step()
-        results.append([loss.detach() for loss in losses])
+        opt.catch_up()
+        results.append([each.detach() for each in (*losses, *model.parameters())])
     assert equal(*results)
 
 
@@ -372,30 +343,22 @@ def test_without_gradients():
 
 
 def test_weights_that_change():
-    model = model_of(lambda: Embedding(ROWS, DIM))
-    run, ids, other = compiled(model), ids_of(7), model_of(lambda: Embedding(ROWS, DIM))
-
-    def check() -> None:
-        results = []
-        for each in (model, run):
-            loss = each(ids)
-            loss.backward()
-            results.append([loss.detach(), *grads_of(model)])
-        assert equal(*results)
-
-    check()
+    rows, ids = CASES["rows"][0], ids_of(7)
+    model, other = model_of(rows), model_of(rows)
+    run = compiled(model)
     with torch.no_grad():
         other.tables[0].weight.zero_()
-    model.load_state_dict(other.state_dict())
-    check()
-    model.load_state_dict(model_of(lambda: Embedding(ROWS, DIM)).state_dict(), assign=True)
-    check()
-    model.tables[0].weight = nn.Parameter(torch.ones(ROWS, DIM))
-    check()
-    sparsestep.nn.grow(model.tables[0], ROWS + 3)
-    check()
-    model.double()
-    check()
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: model.load_state_dict(other.state_dict()),
+        lambda: model.load_state_dict(model_of(rows).state_dict(), assign=True),
+        lambda: setattr(model.tables[0], "weight", nn.Parameter(torch.ones(ROWS, DIM))),
+        lambda: sparsestep.nn.grow(model.tables[0], ROWS + 3),
+        model.double,
+    ]
+    for change in changes:
+        change()
+        assert_as_eager(model, run, ids)
 
 
 def test_copies_and_what_is_kept():

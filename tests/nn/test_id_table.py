@@ -15,7 +15,7 @@ from sparsestep.nn.id_table import IdTable, Options
 
 
 def splitmix64(number: int) -> int:
-    """The finalizer of splitmix64, which decides which of several shared rows an id has."""
+    """The finalizer of splitmix64, which spreads ids over shared rows, and n-grams over all."""
     bits = number & (1 << 64) - 1
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & (1 << 64) - 1

@@ -19,21 +19,14 @@ from sparsestep import storage
 from sparsestep.nn import NgramEmbedding, ngram
 from tests.ieee import use_ieee_operations
 from tests.nn.cases import plain, same
-
-MASK = (1 << 64) - 1
-
-
-def mix(x: int) -> int:
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
-    return x ^ (x >> 31)
+from tests.nn.test_id_table import splitmix64
 
 
 def row_of(tokens: list[int], seed: int, head: int, rows: int) -> int:
     """As the docstring says."""
-    h = mix(mix(mix(seed) ^ len(tokens)) ^ head)
+    h = splitmix64(splitmix64(splitmix64(seed) ^ len(tokens)) ^ head)
     for token in tokens:
-        h = mix((h ^ token) + 0x9E3779B97F4A7C15 & MASK)
+        h = splitmix64((h ^ token) + 0x9E3779B97F4A7C15)
     return (h >> 1) % rows
 
 
@@ -147,30 +140,6 @@ def test_threads_and_devices_agree(combine: Any, time: int, monkeypatch: pytest.
     for rows, offsets in found.values():
         assert torch.equal(rows, found[0][0])
         assert torch.equal(offsets, found[0][1])
-
-
-def test_no_row_is_read_before_it_has_caught_up():
-    """As a dense optimizer has it, with document ids by name."""
-    torch.manual_seed(0)
-    ours = NgramEmbedding(50, 4)
-    theirs = copy.deepcopy(ours)
-    optimizers: list[Any] = [
-        sparsestep.AdamW(ours.parameters(), lr=0.1, weight_decay=0.1, semantics="dense"),
-        torch.optim.AdamW(theirs.parameters(), lr=0.1, weight_decay=0.1),
-    ]
-    optimizers[0].track(ours)
-    for _ in range(8):
-        tokens, documents = torch.randint(4, (2, 6)), torch.tensor([[0, 0, 0, 1, 1, 1]] * 2)
-        outputs = []
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad()
-            outputs.append(model(tokens, document_ids=documents))
-            outputs[-1].square().sum().backward()
-            if model is theirs:
-                model.weight.grad = model.weight.grad.to_dense()
-            optimizer.step()
-        torch.testing.assert_close(*outputs)
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize("semantics", ["masked", "dense"])

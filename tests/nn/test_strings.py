@@ -75,7 +75,7 @@ def test_what_is_no_string_is_refused():
         (ArrowArray(["ab", b"\xed\xa0\x80"]), "UTF-8 form. Got other bytes at index 1"),
         (ChunkedArray(chunks=[ArrowArray(["a"]), ArrowArray([b"\xc3"])]), "at index 1"),
         (np.array([b"bytes"]), "Got a bytes at index 0"),
-        (torch.tensor([1]), "Got a int at index 0"),
+        (torch.tensor([1]), "Got an int at index 0"),
     ]
     for given, got in cases:
         with pytest.raises(InputError, match=got):

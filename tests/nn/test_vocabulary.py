@@ -18,6 +18,7 @@ from sparsestep._native import ext
 from sparsestep.errors import InputError
 from sparsestep.nn import Vocabulary
 from sparsestep.nn.vocabulary import PreparedLookup
+from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
 from tests.nn.cases import copies
 from tests.table import FEW, Variant, same_bits
 
@@ -237,36 +238,22 @@ def test_merge_and_export():
 # Lookups that fail: nothing has changed. Ctrl-C and failed allocations are in tests/faults
 
 
-def scene(semantics: str = "masked", **options: Any) -> Loop:
+def scene() -> Loop:
     """A full vocabulary and its table, after some steps."""
     torch.manual_seed(1)
-    loop = Loop(6, semantics=semantics, **{"evict": "lru", **options})
+    loop = Loop(6, evict="lru")
     for ids in ([1, 2, 3, 1], [3, 4, 5, 5, 2], [1, 3, 6], [2, 3]):
         loop.step(*ids)
     loop.optimizer.zero_grad()
     return loop
 
 
-def contents(loop: Loop) -> list[Any]:
-    """Everything that an operation may change, with deferred rows caught up."""
-    found: list[Any] = [torch.get_rng_state(), loop.table.num_embeddings, loop.vocabulary.rows]
-    found += [loop.vocabulary.taken_over, loop.vocabulary.as_dict()]
-    found += [tensor.clone() for tensor in loop.vocabulary.state_dict().values()]
-    loop.optimizer.catch_up()
-    found.append(loop.table.weight.detach().clone())
-    record = loop.optimizer.state[loop.table.weight]
-    found += [record[name].clone() for name in sorted(record)]
-    clock = loop.optimizer.deferred.get(id(loop.table.weight))
-    if clock is not None:
-        found += [clock.num_rows, clock.never_updated.clone(), clock.last_step.clone()]
-    return found
-
-
-def same(left: list[Any], right: list[Any]) -> bool:
-    def equal(one: Any, other: Any) -> bool:
-        return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
-
-    return len(left) == len(right) and all(map(equal, left, right))
+def contents(loop: Loop) -> Snapshot:
+    """Everything that a lookup may change."""
+    vocabulary = loop.vocabulary
+    found = {"saved": dict(vocabulary.state_dict()), "ids": vocabulary.as_dict()}
+    found |= {"taken over": vocabulary.taken_over, "random": torch.get_rng_state()}
+    return snapshot({**found, **of_optimizer(loop.optimizer)})
 
 
 IDS = torch.tensor([7, 3, 8, 7, 9])
@@ -296,7 +283,7 @@ def another_rank(loop: Loop) -> Callable[[], object]:
         with loop.vocabulary.lock:
             found = PreparedLookup(loop.vocabulary, IDS, can_undo=True)
             found.write()
-            assert not same(contents(loop), contents(scene()))
+            assert contents(loop) != contents(scene())
             found.undo()
         raise InputError("another rank refuses")
 
@@ -313,11 +300,11 @@ def test_a_lookup_that_raises_leaves_nothing(fails: Callable[[Loop], Callable[[]
         operation()
     loop.vocabulary.attached[0].init = init
     loop.optimizer.state[loop.table.weight].update(state)
-    assert same(contents(loop), before)
+    assert contents(loop) == before
     look_up(loop)()
     done = scene()
     look_up(done)()
-    assert same(contents(loop), contents(done))
+    assert contents(loop) == contents(done)
 
 
 def test_an_init_that_uses_the_vocabulary_is_refused():

@@ -15,7 +15,7 @@ from torch import Tensor
 import sparsestep
 from tests.loops import Model, Training, plain
 from tests.subject import Snapshot, Subject, refused
-from tests.table import same_bits, steps_of
+from tests.table import all_same_bits, same_bits, steps_of
 
 STEPS = 4
 
@@ -75,7 +75,7 @@ def test_stochastic_rounding_has_the_same_bits():
             opt.step()
             opt.zero_grad()
         results.append([param.detach() for param in params])
-    assert all(map(same_bits, *results))
+    assert all_same_bits(*results)
     assert not same_bits(results[0][0], results[0][2])
 
 
@@ -198,7 +198,7 @@ def test_some_parameters_only():
         ours.backward(number)
         assert all(param.grad is None for param in chosen)
         assert all(param.grad is not None for param in others)
-        assert all(map(same_bits, others, before))
+        assert all_same_bits(others, before)
         ours.optimizer.step()
     assert ours.same_as(theirs.run(plain, STEPS))
 
@@ -210,7 +210,7 @@ def test_parameters_that_are_frozen_or_that_backward_does_not_reach():
     training.optimizer.step_in_backward()
     before = [frozen.detach().clone(), unreached.detach().clone()]
     training.model.rows(torch.tensor([1, 2])).sum().backward()
-    assert all(map(same_bits, [frozen, unreached], before))
+    assert all_same_bits([frozen, unreached], before)
     assert has_no_gradients(training)
     assert not steps_of(training.optimizer, frozen)
     assert not steps_of(training.optimizer, unreached)

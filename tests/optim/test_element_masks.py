@@ -163,18 +163,6 @@ def test_int8_state_that_does_not_start_at_zero_is_not_reset_by_elements():
     assert same_bits(ours.state[param]["sum"], before)
 
 
-def test_functional_forms_take_them_too():
-    state = [torch.zeros(9), torch.zeros(9)]
-    params = [torch.ones(9, 7), torch.ones(9, 7)]
-    grad = draw_grads(sparse=False)[0]
-    for param, total, given, mask in zip(
-        params, state, (grad, masked(grad)), (MASK, None), strict=True
-    ):
-        sparsestep.functional.rowwise_adagrad_(param, given, total, lr=0.1, mask=mask)
-    assert same_bits(params[0], params[1])
-    assert same_bits(state[0][MASK.any(1)], state[1][MASK.any(1)])
-
-
 def test_packed_state_or_options_that_cannot_be_read_are_refused():
     """State gets another shape in ``state_dict()`` and in a step without a mask."""
     for cls, name, value in (

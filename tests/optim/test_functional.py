@@ -22,8 +22,8 @@ from sparsestep.errors import InputError
 from sparsestep.optim import FUNCTIONAL
 from sparsestep.optim.functional import FunctionalOptimizer
 from tests.faults.injectors import Lines
-from tests.subject import refused
-from tests.table import each_engine, running_on, same_bits, state_tensors, steps_of
+from tests.subject import Subject, refused
+from tests.table import all_same_bits, each_engine, running_on, same_bits, steps_of
 
 SHAPES = [(7, 5), (4,), (3, 2, 2)]
 each_stateful = pytest.mark.parametrize(
@@ -69,16 +69,6 @@ def train(opt: Any, steps: list[list[Tensor | None]]) -> None:
         opt.step()
 
 
-def everything(opt: Any) -> list[Tensor]:
-    inner = opt.optimizer if isinstance(opt, FunctionalOptimizer) else opt
-    return [*(param.detach() for param in inner.param_groups[0]["params"]), *state_tensors(inner)]
-
-
-def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    assert all(map(same_bits, ours, theirs))
-
-
 class Aloof(torch.nn.Parameter):
     """A param that must not be asked for its gradient, nor given one."""
 
@@ -116,7 +106,7 @@ def test_a_param_is_added_by_its_first_step(cls: Any, options: dict[str, Any]):
         for param, grad in zip(params, grads, strict=True):
             opt.step_param(param, grad)
         known.step(grads)
-    assert_same(everything(opt), everything(known))
+    assert Subject(opt).same_as(Subject(known))
     assert [id(p) for p in opt.param_group["params"]] == [id(p) for p in params]
     opt.step(batches()[0])  # and is one of those that step() is for
 
@@ -149,14 +139,16 @@ def test_checkpoints_and_pickles_go_on(cls: Any, options: dict[str, Any]):
         steps = batches()
         opt = first([torch.nn.Parameter(param) for param in start()], **options)
         train(opt, steps[:3])
-        copies = [torch.nn.Parameter(param.clone()) for param in everything(opt)[: len(SHAPES)]]
+        copies = [
+            torch.nn.Parameter(param.clone()) for param in Subject(opt).tensors[: len(SHAPES)]
+        ]
         other = second(copies, **options)
         other.load_state_dict(copy.deepcopy(opt.state_dict()))
         again = pickle.loads(pickle.dumps(opt))
         for each in (opt, other, again):
             train(each, steps[3:])
-        assert_same(everything(opt), everything(other))
-        assert_same(everything(opt), everything(again))
+        assert Subject(opt).same_as(Subject(other))
+        assert Subject(opt).same_as(Subject(again))
         assert opt.state_dict()["param_groups"] == other.state_dict()["param_groups"]
         assert getattr(again, "optimizer", again).engine == "reference"
 
@@ -218,7 +210,7 @@ def test_torchs_functional_classes(name: str):
         if all(grad is not None for grad in grads):
             peer.step(grads)
             opt.step(grads)
-    assert_same(opt.param_group["params"], params)
+    assert all_same_bits(opt.param_group["params"], params)
     assert not same_bits(params[0], start()[0])
 
 

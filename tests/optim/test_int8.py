@@ -17,7 +17,7 @@ from sparsestep.optim import OPTIMIZERS
 from sparsestep.rules import int8
 from sparsestep.rules.rule import Rule, StateSpec
 from tests.subject import refused
-from tests.table import VARIANTS, Variant, same_bits, state_tensors
+from tests.table import VARIANTS, Variant, all_same_bits, state_tensors
 
 # For each optimizer whose state may be int8, the variant with the most of it.
 LARGEST: dict[type, Variant] = {}
@@ -173,7 +173,7 @@ def test_a_parameter_without_rows_keeps_float32_state():
     again.materialize_state()
     assert again.state[layer.bias].keys() == dtypes.keys()
     again.load_state_dict(opt.state_dict())
-    assert all(map(same_bits, state_tensors(again), state_tensors(opt)))
+    assert all_same_bits(state_tensors(again), state_tensors(opt))
 
 
 # Codes and scales: what is stored for values, and what comes back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import warnings
@@ -23,7 +24,15 @@ import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optim import OPTIMIZERS
 from tests.subject import refused
-from tests.table import FEW, each_engine, running_on, same_bits, state_tensors, steps_of
+from tests.table import (
+    FEW,
+    all_same_bits,
+    each_engine,
+    running_on,
+    same_bits,
+    state_tensors,
+    steps_of,
+)
 
 
 def coo(rows: list[int], shape: tuple[int, ...], value: float = 1.0) -> torch.Tensor:
@@ -158,6 +167,27 @@ def test_state_that_is_created_in_inference_mode_can_be_written_outside(cls: Any
     assert all(params[0][0] != 1)
 
 
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_what_is_loaded_or_masked_in_inference_mode_can_be_used_outside(cls: Any):
+    params = [nn.Parameter(torch.ones(6, 2)) for _ in range(2)]
+    opt = cls([{"params": params, "mask": [None, torch.eye(6, 2, dtype=torch.bool)]}], lr=0.1)
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.ones(6, 2)
+        opt.step()
+
+    step()
+    saved = copy.deepcopy(opt.state_dict())
+    with torch.inference_mode():
+        opt.load_state_dict(saved)
+        opt.set_mask(params[0], torch.tensor([True, False] * 3))
+    step()
+    tensors = [*opt.param_groups[0]["mask"]]
+    tensors += [each for param in params for each in opt.state[param].values()]
+    assert not any(each.is_inference() for each in tensors if isinstance(each, torch.Tensor))
+
+
 # Torch's own kernel refuses after others have been planned
 
 
@@ -285,7 +315,7 @@ def test_lazy_parameters_get_their_state_with_the_first_step(cls: Any):
         copied.grad = param.grad
     opt.step()
     other.step()
-    assert all(map(same_bits, model.parameters(), plain))
+    assert all_same_bits(model.parameters(), plain)
     assert [each.shape for each in opt.explain()] == [(3, 4), (3,)]
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep import IndexedGrad, RowwiseAdagrad, RowwiseAdam
-from tests.subject import refused
-from tests.table import each_engine, randn, running_on, same_bits, state_tensors
+from tests.subject import Subject, refused
+from tests.table import all_same_bits, each_engine, randn, running_on, same_bits, state_tensors
 
 SHAPE = (6, 4)
 # The class, the element-wise one and torch's, and the second moment.
@@ -40,10 +40,6 @@ def step(opt: Any, *grads: Any) -> None:
 
 def second_of(opt: Any, param: Tensor) -> Tensor:
     return opt.state[param][KINDS[type(opt)][2]]
-
-
-def tensors(opt: Any) -> list[Tensor]:
-    return [*(param.detach() for param in opt.params()), *state_tensors(opt)]
 
 
 # Which formula
@@ -91,7 +87,7 @@ def test_the_first_gradient_decides(cls: Any, semantics: Any, first: str, engine
                 step(each, kinds[(seed + (first == "dense")) % 2](seed))
                 each.catch_up()
     assert (second_of(opt, next(opt.params())).dim() == 2) == (first == "dense")
-    for mine, theirs in zip(tensors(opt), tensors(expected), strict=True):
+    for mine, theirs in zip(Subject(opt).tensors, Subject(expected).tensors, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
@@ -133,7 +129,7 @@ def test_checkpoints_have_the_option(cls: Any):
     other.load_state_dict(copy.deepcopy(saved))
     for each in (opt, other):
         step(each, coo(7), randn(SHAPE, 7))
-    assert all(map(same_bits, state_tensors(opt), state_tensors(other)))
+    assert all_same_bits(state_tensors(opt), state_tensors(other))
 
 
 @each_class

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 import sparsestep
-from tests.table import each_engine, running_on, same_bits
+from tests.table import all_same_bits, each_engine, running_on
 from tests.torch_versions import steps_sequential_schedulers
 
 
@@ -84,7 +84,7 @@ def test_a_scheduler_drives_our_class_as_it_drives_torchs(scheduler: str):
         for seen, found in others:
             assert seen == wanted
             torch.testing.assert_close(found, params, rtol=1e-9, atol=1e-9)
-        assert all(map(same_bits, others[0][1].values(), params.values()))
+        assert all_same_bits(others[0][1].values(), params.values())
 
 
 @each_engine

@@ -33,6 +33,7 @@ from tests.table import (
     OPTIONS,
     STATEFUL,
     Variant,
+    all_same_bits,
     same_bits,
     sm3_by_rows,
     state_tensors,
@@ -97,7 +98,7 @@ def test_moments_of_half_precision_params_are_float32():
     train(*old.param_groups[0]["params"], old, range(2), sparse=False)
     before = [value.float() for value in state_tensors(old) if value.dim()]
     after = [value for value in state_tensors(sparsestep.from_torch(old)) if value.dim()]
-    assert all(map(same_bits, after, before))
+    assert all_same_bits(after, before)
     for module in (sparsestep, torch.optim):
         param = table_of(torch.bfloat16)
         opt = module.SparseAdam([param], lr=0.1)
@@ -465,7 +466,7 @@ def test_options_are_those_of_an_optimizer_that_loads_the_checkpoint(
         train_all(each, trained, range(9), sparse=True)
         each.catch_up()
     assert optimizer.semantics == options.get("semantics", "masked")
-    assert all(map(same_bits, params, expected))
+    assert all_same_bits(params, expected)
     first, second = optimizer.state_dict(), other.state_dict()
     assert first["param_groups"] == second["param_groups"]
     for index, values in first["state"].items():

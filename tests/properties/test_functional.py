@@ -23,6 +23,7 @@ from tests.table import (
     FUNCTIONS,
     VARIANTS,
     Variant,
+    all_same_bits,
     each_engine,
     on_each_engine,
     randn,
@@ -125,7 +126,7 @@ def test_a_tensor_as_learning_rate_or_step(cls: type[RuleOptimizer]):
         param, state = randn(SHAPE), fresh_state(variant, randn(SHAPE))
         call(variant, param, randn(SHAPE, 1), state, lr=rate, step=step)
         results.append([param, *state.values()])
-    assert all(map(same_bits, *results))
+    assert all_same_bits(*results)
     assert step == 2
     assert rate.item() == 0.03125
 
@@ -186,4 +187,4 @@ def test_no_graph_is_made_and_versions_advance(cls: type[RuleOptimizer]):
                 assert tensor._version > before
             results.append([leaf.detach(), *state.values()])
         for repeated in results[1:]:
-            assert all(map(same_bits, repeated, results[0]))
+            assert all_same_bits(repeated, results[0])

@@ -27,10 +27,10 @@ from tests.table import (
     STATEFUL,
     WITH_DENSE,
     Variant,
+    all_same_bits,
     each_variant,
     on_each_engine,
     running_on,
-    same_bits,
     state_tensors,
     steps_of,
     through_a_file,
@@ -281,4 +281,4 @@ def test_bits_do_not_depend_on_how_many_share_a_large_step(
                 opt.step()
             results.append([param.detach(), *state_tensors(opt)])
         for other in results[1:]:
-            assert all(map(same_bits, results[0], other))
+            assert all_same_bits(results[0], other)

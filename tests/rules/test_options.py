@@ -24,7 +24,7 @@ from tests.generate.garbage import Unusable, Wrapper
 from tests.oracle import FindingError
 from tests.properties.test_refusals import fresh_state
 from tests.subject import Snapshot, Subject, refused
-from tests.table import EVERY, FUNCTIONS, Variant, each_optimizer, same_bits
+from tests.table import EVERY, FUNCTIONS, Variant, all_same_bits, each_optimizer, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -431,7 +431,7 @@ def test_switches_and_numbers_may_be_written_as_each_other():
                 params[0].grad, params[1].grad = torch.eye(4)[:, :2].to_sparse(1), torch.ones(4, 2)
                 opt.step()
             runs.append(params)
-        assert all(map(same_bits, *runs)), name
+        assert all_same_bits(*runs), name
 
 
 def test_a_schedule_may_end_just_below_zero():

@@ -35,12 +35,11 @@ from tests.storage.training import (
     needs_holes,
     now,
     raising,
-    same,
     saved_run,
     table_in,
     train,
 )
-from tests.table import same_bits
+from tests.table import all_same_bits, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,9 +62,9 @@ def test_a_checkpoint_restores_everything(optimizer, semantics, in_rows, tmp_pat
         run.save(extra={"number": number, "random": torch.get_rng_state()})
     before = run.now
     run.train(3)
-    assert not same(before, run.now)
+    assert not all_same_bits(before, run.now)
     assert run.load()["number"] == 2
-    assert same(before, run.now)
+    assert all_same_bits(before, run.now)
     run.batches = batches(1)
     run.train(2)
     after = run.now
@@ -73,10 +72,10 @@ def test_a_checkpoint_restores_everything(optimizer, semantics, in_rows, tmp_pat
     gc.collect()
     fresh = Run(tmp_path, optimizer, in_rows, semantics=semantics)  # as another process would
     fresh.load()
-    assert same(before, fresh.now)
+    assert all_same_bits(before, fresh.now)
     fresh.batches = batches(1)
     fresh.train(2)
-    assert same(after, fresh.now)
+    assert all_same_bits(after, fresh.now)
     names = {path.name for path in tmp_path.glob("table*")}
     assert len(names) == 1 if in_rows else "table" in names
 
@@ -133,7 +132,7 @@ def test_rows_written_in_backward_and_by_hand_are_saved(in_rows, tmp_path: Path)
     with torch.no_grad():
         weight.zero_()
     run.load()
-    assert same(before, run.now)
+    assert all_same_bits(before, run.now)
 
 
 @in_each_place
@@ -149,7 +148,7 @@ def test_journals_that_grow_long_are_replaced_by_a_base(in_rows, tmp_path, monke
         before = run.now
         run.train()
         run.load()
-        assert same(before, run.now)
+        assert all_same_bits(before, run.now)
     assert 0 in lengths[1:]
     assert max(lengths) >= 2
     manifest = journal.read_manifest(tmp_path / "saved")
@@ -241,7 +240,7 @@ def test_a_folder_without_the_rest_of_the_rows_gets_a_new_base(change, in_rows, 
     assert run.journals == []
     run.train()
     run.load()
-    assert same(before, run.now)
+    assert all_same_bits(before, run.now)
 
 
 @in_each_place
@@ -250,19 +249,19 @@ def test_a_checkpoint_is_loaded_where_state_lies_elsewhere(in_rows, tmp_path: Pa
     moved = Run(tmp_path / "there", in_rows=not in_rows)
     moved.train(2)
     moved.load(run.folder / "saved")
-    assert same(before, moved.now)
+    assert all_same_bits(before, moved.now)
     moved.batches = batches(0)
     for _ in range(3):
         next(moved.batches)
     moved.train(2)
     after = moved.now
-    assert same(after, run.now)
+    assert all_same_bits(after, run.now)
     for path in (tmp_path / "there" / "saved", tmp_path / "here" / "saved"):
         moved.save(path)
         assert journals_in(path) == [], "a new base, in any folder"
         moved.train()
         moved.load(path)
-        assert same(after, moved.now)
+        assert all_same_bits(after, moved.now)
 
 
 @pytest.mark.parametrize("kind", ["rest", "rows", "base"])
@@ -285,7 +284,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(kind, tmp_path: Path, monkeypa
         return
     for _ in range(2):
         run.load()
-        assert same(before, run.now)
+        assert all_same_bits(before, run.now)
         run.save()
 
 
@@ -309,7 +308,7 @@ def test_wrong_arguments_change_nothing(tmp_path: Path):
             load(tmp_path / "saved", model, opt)
     with pytest.raises(InputError):
         run.save(extra=run)
-    assert same(before, run.now)
+    assert all_same_bits(before, run.now)
     assert json.loads((tmp_path / "saved" / "manifest.json").read_text())["number"] == 1
 
 
@@ -327,7 +326,7 @@ def test_a_table_that_the_model_does_not_have_and_tied_ones(tmp_path: Path):
     extra.grad = coo([40], (50, 4))
     train(model[0], opt, 1)
     load(tmp_path / "saved", model, opt)
-    assert same(before, [extra.detach(), *now(model, opt)])
+    assert all_same_bits(before, [extra.detach(), *now(model, opt)])
     assert same_bits(table[299], initial()[299])
 
 
@@ -377,7 +376,7 @@ def test_a_checkpoint_copied_without_holes_is_the_same(tmp_path: Path):
         base.write_bytes(data)
     run.train()
     run.load()
-    assert same(before, run.now)
+    assert all_same_bits(before, run.now)
 
 
 # Loading is complete or has changed nothing, and may be repeated
@@ -432,7 +431,7 @@ def test_an_error_at_any_point_undoes_everything(fault, in_rows, tmp_path: Path,
         patch.setattr(where, name, fail_at(getattr(where, name), nth, fail))
         with pytest.raises(expected):
             run.load()
-    assert same(now, run.now)
+    assert all_same_bits(now, run.now)
     assert run.optimizer.state_dict()["param_groups"] == options
     assert run.files() == files
     assert {path.name for path in tmp_path.iterdir()} == {*files, "saved"}, "nothing is left over"
@@ -440,7 +439,7 @@ def test_an_error_at_any_point_undoes_everything(fault, in_rows, tmp_path: Path,
     if not in_rows:  # the tensors still belong to these files
         assert run.files()["table"].endswith(run.model[0].weight.detach().numpy().tobytes())
     run.load()
-    assert same(before, run.now)
+    assert all_same_bits(before, run.now)
     assert run.optimizer.param_groups[0]["lr"] == 0.1
 
 
@@ -466,7 +465,7 @@ def test_tensors_follow_the_file_and_the_old_one_is_gone(in_rows, tmp_path: Path
     assert mapped(tmp_path / "table", (ROWS, DIM)).data_ptr() == address
     if not in_rows:
         assert run.files()["table"].endswith(weight.detach().numpy().tobytes())
-    assert not same(before, run.now)
+    assert not all_same_bits(before, run.now)
 
 
 def test_a_table_behind_a_link_and_one_without_a_name(tmp_path: Path):
@@ -477,14 +476,14 @@ def test_a_table_behind_a_link_and_one_without_a_name(tmp_path: Path):
     (tmp_path / "table").symlink_to(real)
     run, before = saved_run(tmp_path)
     run.load()
-    assert same(before, run.now)
+    assert all_same_bits(before, run.now)
     assert (tmp_path / "table").is_symlink()
     run.train()
     assert real.read_bytes().endswith(run.model[0].weight.detach().numpy().tobytes())
     real.unlink()
     real.write_bytes(b"another file")
     run.load()
-    assert same(before, run.now)
+    assert all_same_bits(before, run.now)
     assert real.read_bytes() == b"another file"
     assert os.listdir(tmp_path / "disk") == ["real"]
 
@@ -531,7 +530,7 @@ def test_a_folder_is_written_by_one_save_at_a_time(tmp_path: Path, monkeypatch):
     run.save(extra="outer")
     run.train()
     assert run.load() == "outer"
-    assert same(before, run.now)
+    assert all_same_bits(before, run.now)
 
 
 @in_each_place
@@ -572,7 +571,7 @@ def test_a_signal_handler_may_save_in_the_middle_of_a_step(
     before = run.now
     run.train()
     assert run.load() == "after"
-    assert same(before, run.now)
+    assert all_same_bits(before, run.now)
 
 
 def test_a_checkpoint_is_replaced_while_it_is_loaded(tmp_path: Path, monkeypatch):
@@ -590,4 +589,4 @@ def test_a_checkpoint_is_replaced_while_it_is_loaded(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(journal, "check_sizes", late)
     assert run.load() == "new"
-    assert same(now, run.now)
+    assert all_same_bits(now, run.now)

@@ -21,7 +21,8 @@ import sparsestep
 from sparsestep.memory.formats import HEADER_BYTES
 from sparsestep.storage import mapped
 from tests.distributed.runs import said
-from tests.storage.training import DIM, ROWS, adam, in_each_place, same, saved_run
+from tests.storage.training import DIM, ROWS, adam, in_each_place, saved_run
+from tests.table import all_same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,7 +56,7 @@ class Saved:
         return self.run.now, self.run.files()
 
     def is_unchanged(self) -> bool:
-        return same(self.now[0], self.run.now) and self.run.files() == self.now[1]
+        return all_same_bits(self.now[0], self.run.now) and self.run.files() == self.now[1]
 
     def load(self) -> None:
         self.run.load()
@@ -129,7 +130,7 @@ class Saved:
 
     def check_loads(self) -> None:
         assert self.run.load() == 2
-        assert same(self.checkpoint, self.run.now)
+        assert all_same_bits(self.checkpoint, self.run.now)
         self.run.train()
         self.now = self.state()
 

@@ -21,7 +21,8 @@ import sparsestep
 from sparsestep.memory import disk
 from sparsestep.memory.mapped_file import MappedFile, file_of, mapped_files
 from sparsestep.storage import mapped
-from tests.storage.training import adam, embedding, fork, now, same, state_of, table_in, train
+from tests.storage.training import adam, embedding, fork, now, state_of, table_in, train
+from tests.table import all_same_bits
 
 LEVELS = (0, 4096, 20_000, 150_000, 600_000)  # bytes left
 
@@ -187,9 +188,9 @@ def test_a_step_for_which_state_has_no_room_changes_nothing(tmp_path: Path, monk
         patch.setattr(MappedFile, "_reserve", full)
         with pytest.raises(OSError, match=r"Errno 28. the disk must .* Nothing has changed"):
             train(model, opt, 1)
-    assert same(before, now(model, opt))
+    assert all_same_bits(before, now(model, opt))
     train(model, opt, 1)
-    assert not same(before, now(model, opt))
+    assert not all_same_bits(before, now(model, opt))
 
 
 def test_a_table_in_memory_has_all_its_pages(tmp_path: Path, monkeypatch):

@@ -32,13 +32,12 @@ from tests.storage.training import (
     initial,
     needs_holes,
     now,
-    same,
     saved_run,
     state_of,
     table_in,
     train,
 )
-from tests.table import DTYPES, EVERY, WITH_DENSE, same_bits
+from tests.table import DTYPES, EVERY, WITH_DENSE, all_same_bits, same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,7 +80,7 @@ def test_training_has_the_bits_that_it_has_in_memory(in_rows, tmp_path: Path):
             train(model, opt, 4)
             opt.catch_up()
             found.append(now(model, opt))
-        assert same(*found), (make, dtype)
+        assert all_same_bits(*found), (make, dtype)
         weight = model[0].weight
         assert type(weight) is nn.Parameter
         assert isinstance(weight, Mapped)
@@ -171,7 +170,7 @@ def test_bags_are_looked_up_without_a_copy_of_the_table(mode, is_native, tmp_pat
             opt = adam(bag.parameters())
             opt.step()
             found += [output.detach(), bag.weight.detach()]
-        assert same(found[:2], found[2:])
+        assert all_same_bits(found[:2], found[2:])
 
 
 @needs_holes
@@ -319,7 +318,7 @@ def test_a_second_optimizer_leaves_the_first_alone(in_rows, tmp_path: Path):
     second.materialize_state()
     assert not any(tensor.any() for tensor in state_of(second))
     train(model, second, 2)
-    assert same(state_of(first), before)
+    assert all_same_bits(state_of(first), before)
     assert {path.name for path in tmp_path.iterdir()} > {"table", "table.exp_avg"}
 
 
@@ -367,9 +366,9 @@ def test_a_state_in_the_rows_is_replaced_when_all_of_a_checkpoint_is_read(tmp_pa
     wrong["state"][1]["sum"] = torch.zeros(4)
     with pytest.raises(sparsestep.InputError, match="sum"):
         there.load_state_dict(wrong)
-    assert same(state_of(there), before)
+    assert all_same_bits(state_of(there), before)
     there.load_state_dict(saved)
-    assert same(state_of(there), state_of(here))
+    assert all_same_bits(state_of(there), state_of(here))
     assert file_of(there.state[params[0][0]]["sum"]) is file_of(tables[0])
     assert os.listdir(tmp_path) == ["table"]
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from sparsestep.storage import mapped, prefetch, prefetching
 from tests.storage.training import adam, embedding, in_each_place, raising, table_in, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+MODULE = importlib.import_module("sparsestep.storage.mapped")  # the name is the function's
 
 
 @pytest.fixture
@@ -28,8 +31,7 @@ def requests(monkeypatch) -> list[tuple[str, list[int]]]:
     def submit(file, rows):
         found.append((os.path.basename(file.path), rows.tolist()))
 
-    module = importlib.import_module("sparsestep.storage.mapped")  # the name is the function's
-    monkeypatch.setattr(module._thread, "submit", submit)
+    monkeypatch.setattr(MODULE._thread, "submit", submit)
     return found
 
 
@@ -62,15 +64,13 @@ def test_pages_of_table_and_state_are_read_once(in_rows, tmp_path: Path):
 
 
 def test_rows_are_read_in_the_background(tmp_path: Path):
-    table = mapped(tmp_path / "table", (1000, 64))
-    done = torch.zeros(1)
+    table, done = mapped(tmp_path / "table", (1000, 64)), threading.Event()
     table.prefetch(torch.arange(1000))
     # The thread takes requests in order: when the second is done, so is the first.
-    file = file_of(table)
-    table.prefetch(torch.tensor([0]))
-    while file.num_prefetched < 63:
-        done += 1
-    assert file.prefetched[1:].all()
+    second: Any = SimpleNamespace(prefetch=lambda rows: done.set())
+    MODULE._thread.submit(second, torch.tensor([0]))
+    assert done.wait(60)
+    assert file_of(table).prefetched[1:].all()
 
 
 def test_a_step_may_add_state_files_while_they_are_read(tmp_path: Path):

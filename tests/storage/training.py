@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.storage import journal, load, save
-from tests.table import same_bits
 
 ROWS, DIM = 300, 24
 
@@ -79,10 +78,6 @@ def state_of(optimizer: RuleOptimizer) -> list[Tensor]:
 def now(model: nn.Module, optimizer: RuleOptimizer) -> list[Tensor]:
     """A copy of everything that training changes."""
     return [tensor.clone() for tensor in (*model.state_dict().values(), *state_of(optimizer))]
-
-
-def same(before: list[Tensor], after: list[Tensor]) -> bool:
-    return len(before) == len(after) and all(map(same_bits, before, after))
 
 
 class Run:

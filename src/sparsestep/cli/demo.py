@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import platform
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -25,6 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 import sparsestep
+from sparsestep import _native
 from sparsestep.cli import skipgram
 from sparsestep.cli.options import add_number, float_in_range, int_in_range, output_path
 from sparsestep.cli.skipgram import SkipgramDataset, TrainingRun
@@ -38,7 +40,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "torch.optim.SparseAdam": torch.optim.SparseAdam,
     "sparsestep.SparseAdam": sparsestep.SparseAdam,
 }
-BLOCK = 10  # steps of one run before the other continues
+MAX_BLOCK = 10  # steps of one run before the other continues
 
 # Shown if they are in the vocabulary. With all of them, the output fits on 24 lines.
 FAMILIAR_WORDS = ("append", "startswith", "encode", "args", "open", "TypeError")
@@ -94,7 +96,13 @@ def run(options: argparse.Namespace) -> int:
         flush=True,
     )
     dataset = SkipgramDataset(pairs, words.counts, options.steps, options.seed)
-    (theirs, ours), is_interrupted = train_in_turns(dataset, options.dim, options.seconds, console)
+    with warnings.catch_warnings():
+        if _native.ext is None:
+            print("The C++ core is missing, so sparsestep is no faster than torch here.")
+            warnings.simplefilter("ignore", sparsestep.SlowWarning)
+        (theirs, ours), is_interrupted = train_in_turns(
+            dataset, options.dim, options.seconds, console
+        )
     is_trained = len(ours.losses) >= _STEPS_FOR_NEIGHBORS
     known = [word for word in FAMILIAR_WORDS if is_trained and word in words.index]
     if known:
@@ -140,18 +148,18 @@ def train_in_turns(
 
     before = signal.signal(signal.SIGINT, stop)
     try:
-        began, done, is_over = perf_counter(), 0, False
+        began, done, size, is_over = perf_counter(), 0, 1, False
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while not is_over:
-                size = min(BLOCK, dataset.steps - done)
                 latest = [_continue(run, size) for run in runs]
                 done += size
                 elapsed = perf_counter() - began
-                is_last = done >= dataset.steps
-                # The next block is expected to take as long as those before.
-                is_late = elapsed * (done + BLOCK) > seconds * done
                 live.update(render_progress(latest, elapsed, seconds), refresh=True)
-                is_over = is_interrupted or is_late or is_last
+                # Blocks of about a second, so that a slow machine shows progress, too.
+                seconds_per_step = elapsed / done
+                size = max(1, min(MAX_BLOCK, dataset.steps - done, int(1 / seconds_per_step)))
+                is_late = elapsed + size * seconds_per_step > seconds
+                is_over = is_interrupted or is_late or done == dataset.steps
     finally:
         signal.signal(signal.SIGINT, before)
     return latest, is_interrupted

@@ -45,7 +45,7 @@ def _in_range(
             number = kind(text)
             if low <= number <= high:
                 return number
-        raise argparse.ArgumentTypeError(message(f"it must be {what}", repr(text)))
+        raise argparse.ArgumentTypeError(message(f"must be {what}", repr(text)))
 
     return convert
 
@@ -60,14 +60,14 @@ def output_path(suffix: str) -> Callable[[str], Path]:
     def convert(text: str) -> Path:
         path = Path(text)
         if path.suffix.lower() != suffix:
-            raise argparse.ArgumentTypeError(message(f"its name must end in {suffix}", repr(text)))
+            raise argparse.ArgumentTypeError(message(f"must end in {suffix}", repr(text)))
         existed = path.exists()
         try:
             path.open("ab").close()
             if not existed:
                 path.unlink()
         except OSError as error:
-            requirement = f"it must be a file that can be written ({error.strerror})"
+            requirement = f"must be a writable file ({error.strerror})"
             raise argparse.ArgumentTypeError(message(requirement, repr(text))) from None
         return path
 

@@ -253,7 +253,7 @@ def catch_up_native(
     Parameter and state are real tensors. Returns the number of rows whose parameter was not
     current; ``None`` if the core declines and nothing has changed.
     """
-    if torch.compiler.is_compiling():  # the core stays outside graphs
+    if torch.compiler.is_dynamo_compiling():  # the core stays outside graphs
         return cast("int | None", _uncompiled(deferred, param, state, rows))
     history, rule, idle = deferred.history, deferred.rule, deferred.history.idle_update
     if ext is None or not param.is_cpu or idle.native not in _IDLE_UPDATES:

@@ -38,7 +38,7 @@ def valid_rows(ids: Any, weight: Tensor) -> Tensor | None:
         not isinstance(ids, Tensor)
         or ids.dtype not in INDEX_DTYPES
         or ids.device != weight.device
-        or not (ids.layout is torch.strided or ids.is_nested)
+        or ids.layout is not (torch.jagged if ids.is_nested else torch.strided)
         or not weight.dim()
     ):
         return None
@@ -73,6 +73,8 @@ class DeferredRows:
         self._min_step = done  # the step that every row has reached
         self._sweep_position: tuple[int, int] | None = None  # next row, steps when it began
         self._version: tuple[int, int] | None = None  # of the parameter after our latest write
+        # How often a catch-up has changed the parameter's version; it leaves current rows alone.
+        self.catch_up_writes: int = 0
         self.in_step: bool = False  # a step or a catch-up is running, which may read deferred rows
         self.caught_up_by_user: bool = False  # by ``catch_up``, since the latest step
         self.dense_reader: str | None = None  # module that read all rows since the latest step
@@ -210,6 +212,7 @@ class DeferredRows:
         if mapped_files:
             about_to_write(param, state, rows)
         in_step, self.in_step = self.in_step, True
+        before = version_of(param)
         self._version = None  # in case an exception comes between the write and the new version
         try:
             stale = None
@@ -218,6 +221,7 @@ class DeferredRows:
             if stale is None:
                 stale = catch_up_reference(self, param, state, rows)
             self._version = _write_version(param)
+            self.catch_up_writes += self._version[0] - before
             if mapped_files:
                 written([param])
             return stale
@@ -297,8 +301,8 @@ class DeferredRows:
         if self.dense_reader is not None:
             warn_once(
                 SlowWarning,
-                f"{self.dense_reader} holds a table of {self.num_rows} rows, so calling it brought "
-                "all of them up to date (semantics='dense'), but only some got a gradient. If it "
+                f"{self.dense_reader} holds a table of {self.num_rows} rows, so each call "
+                "catches up all rows (semantics='dense'), but only some got a gradient. If it "
                 "reads only those, give it a method rows_read that yields the weight and the ids "
                 "that a call reads.",
             )
@@ -425,7 +429,7 @@ class StepCatchUp:
         if sum(map(self._prepare, self._pending)):
             warn_once(
                 StaleWarning,
-                "some rows that got a gradient were read before they were brought up to date "
+                "some rows that got a gradient were read before they had caught up "
                 "(semantics='dense'). Call optimizer.track(model) once, or "
                 "optimizer.catch_up(param, rows) before each lookup.",
             )

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,13 +21,18 @@ from sparsestep._torch import (
     assume_constant_result,
     hook_averaged_models,
     is_exporting,
+    is_transforming,
+    outside_transforms,
     own_parameters,
     rebuild_parameter,
     unhook_averaged_models,
+    unwrapped,
+    version_of,
     without_torch_function,
 )
 from sparsestep.deferred.rows import valid_rows
 from sparsestep.errors import InputError, StaleWarning, message, warn
+from sparsestep.memory.tensors import memory_of
 
 _handles: Any = WeakIdKeyDictionary()  # weak references to Tracking, by parameter
 
@@ -54,19 +60,40 @@ def _tracking_of(param: Tensor) -> Iterator[Tracking]:
 
 
 def catch_up_tracked(param: Tensor, ids: Any) -> None:
-    """Catch up the rows of a parameter that an operation of a graph reads, if it is tracked."""
-    for each in _tracking_of(param):
+    """Catch up the rows that a lookup reads, if its table is tracked."""
+    found = list(_tracking_of(param))
+    if not found:  # it may alias a parameter, as ``functional_call`` passes them
+        found = list({each for known in list(_handles) for each in _tracking_of(known)})
+    for each in found:
         _catch_up_ids(each.optimizer, param, ids)
 
 
-def _catch_up_ids(optimizer: Any, param: Tensor, ids: Any) -> None:
+def _catch_up_ids(optimizer: Any, weight: Tensor, ids: Any) -> None:
     """Catch up the rows that a lookup reads."""
+    if is_transforming():
+        with outside_transforms():
+            _catch_up_ids(optimizer, unwrapped(weight), unwrapped(ids))
+        return
+    param = _param_aliased_by(optimizer, weight)
     deferred = optimizer.deferred.get(id(param))
     if deferred is None or not deferred.has_deferred:
         return
     rows = valid_rows(ids, param)
     if rows is not None:  # else the lookup raises: an id is invalid
         optimizer.catch_up_rows(param, rows)
+
+
+def version_for_readers(param: Tensor) -> int:
+    """The version of a parameter, which changes if rows change that were current.
+
+    A row that a lookup has read is current until the next step, whatever other lookups catch up.
+    """
+    version = version_of(memory_of(param))
+    for each in _tracking_of(param):
+        deferred = each.optimizer.deferred.get(id(param))
+        if deferred is not None:
+            version -= deferred.catch_up_writes
+    return version
 
 
 _read_in_graphs: Any = WeakIdKeyDictionary()  # parameters, by rows or as a whole
@@ -79,13 +106,26 @@ def _keep_current(module: nn.Module) -> None:
 
     Called by the compiler when it traces the module: no code of ours runs in its graph.
     """
-    for param in own_parameters(module).values():
-        for each in () if param is None else _tracking_of(param):
-            each.optimizer.catch_up_rows(param, None)
-            _read_in_graphs[param] = True
-            if each.optimizer not in _hooked:
-                _hooked.add(each.optimizer)
-                each.optimizer.register_step_post_hook(_catch_up_read_in_graphs)
+    for param, tracking in _tracked_params([module]):
+        tracking.optimizer.catch_up_rows(param, None)
+        _read_in_graphs[param] = True
+        if tracking.optimizer not in _hooked:
+            _hooked.add(tracking.optimizer)
+            tracking.optimizer.register_step_post_hook(_catch_up_read_in_graphs)
+
+
+@assume_constant_result
+def _make_current(module: nn.Module) -> None:
+    """Catch up all tables of a module. Called by the tracer of torch.export."""
+    for param, tracking in _tracked_params(module.modules()):
+        tracking.optimizer.catch_up_rows(param, None)
+
+
+def _tracked_params(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tracking]]:
+    for module in modules:
+        for param in own_parameters(module).values():
+            if param is not None:
+                yield from ((param, tracking) for tracking in _tracking_of(param))
 
 
 def _catch_up_read_in_graphs(optimizer: Any, *_: Any) -> None:
@@ -123,7 +163,7 @@ def move_tracking(old: Any, new: Any) -> None:
         if handle.optimizer is old:
             handle.optimizer = new
             for guard in handle.guards:
-                guard.optimizer = weakref.ref(new)
+                guard.optimizer = new
 
 
 def warn_if_tracked_elsewhere(name: str, params: Iterable[Tensor]) -> None:
@@ -227,6 +267,9 @@ class Tracking:
         known = set(map(id, optimizer.params()))
         _check_model(optimizer, model, known)
         tables = {id(p): p for p in _trackable_params(model) if id(p) in known}
+        for param in tables.values():  # this optimizer may replace another
+            for other in _tracking_of(param):
+                other.optimizer.catch_up_rows(param, None)
         self._hook_state_dict(model)
         for module in model.modules():
             own = any(id(p) in tables for p in own_parameters(module).values())
@@ -251,8 +294,6 @@ class Tracking:
             torch.compiler.reset()
 
     def _hook_forward(self, module: nn.Module, *, own: bool) -> None:
-        if hasattr(type(module), "catches_up"):  # its arguments may be no ids
-            return
         before: Any = self._before_lookup
         if not hasattr(type(module), "rows_read"):
             if not own:
@@ -271,11 +312,19 @@ class Tracking:
         ]
 
     def _before_lookup(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_exporting():
+            self._before_export(module)
+            return
+        if hasattr(type(module), "catches_up"):  # its arguments may be no ids
+            return
         if _is_in_graph(module, args, kwargs):
             return
         if hasattr(type(module), "rows_read"):
+            if is_transforming():  # the ids are those of one sample, without values
+                self._catch_up_outside()
+                return
             reads = module.rows_read(*args, **kwargs)
-        elif torch.compiler.is_compiling() and not is_exporting() and not module.sparse:
+        elif torch.compiler.is_compiling() and not module.sparse:
             _keep_current(module)  # torch's own, whose rows are rarely deferred
             return
         else:
@@ -284,11 +333,29 @@ class Tracking:
             _uncompiled(self._catch_up_ids)(weight, ids)
 
     def _before_dense_read(self, module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling() and not is_exporting():
+        if is_exporting():
+            self._before_export(module)
+            return
+        if torch.compiler.is_compiling():
             _keep_current(module)
+            return
+        if is_transforming():
+            self._catch_up_outside()
             return
         reader = type(module).__name__ if torch.is_grad_enabled() else None
         _uncompiled(self._catch_up_module)(module, reader)
+
+    def _before_export(self, module: nn.Module) -> None:
+        """Catch up all rows: the graph has no code of ours, and its ids are not known."""
+        if torch.compiler.is_dynamo_compiling():
+            _make_current(module)
+        else:
+            self._catch_up_outside()
+
+    def _catch_up_outside(self) -> None:
+        if self.optimizer is not None:
+            with outside_transforms():
+                self.optimizer.catch_up()
 
     def _catch_up_module(self, module: nn.Module, reader: str | None = None) -> None:
         optimizer = self.optimizer
@@ -309,7 +376,7 @@ class Tracking:
 
     def _catch_up_ids(self, weight: Tensor, ids: Any) -> None:
         if self.optimizer is not None:
-            _catch_up_ids(self.optimizer, _param_aliased_by(self.optimizer, weight), ids)
+            _catch_up_ids(self.optimizer, weight, ids)
 
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
         if self.optimizer is None:
@@ -346,13 +413,14 @@ def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
 
 def _is_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a lookup is an operation of a graph, which catches up rows itself."""
-    if not torch.compiler.is_compiling() or is_exporting():
+    if not torch.compiler.is_compiling():
         return False
     return hasattr(type(module), "fits_graph") and bool(module.fits_graph(*args, **kwargs))
 
 
 def _param_aliased_by(optimizer: Any, weight: Tensor) -> Tensor:
     """The optimizer's parameter that a tensor aliases, as ``functional_call`` passes them."""
+    weight = unwrapped(weight)
     if not optimizer.deferred or id(weight) in optimizer.deferred or weight.is_meta:
         return weight
     address, params = weight.data_ptr(), optimizer.params()
@@ -452,7 +520,7 @@ class ReadGuard:
     """Catches up deferred rows of a table before they are read."""
 
     def __init__(self, optimizer: Any, table: Tensor) -> None:
-        self.optimizer: Any = weakref.ref(optimizer)  # the table keeps the guard
+        self.optimizer = optimizer  # kept, as the table may outlive the model
         self._table: Any = weakref.ref(table)
         if not isinstance(table, GuardedParameter):
             setattr(table, _NAME, [])
@@ -461,8 +529,8 @@ class ReadGuard:
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Catch up the rows that a function is about to read."""
-        optimizer, table = self.optimizer(), self._table()
-        if optimizer is None or table is None:
+        optimizer, table = self.optimizer, self._table()
+        if table is None:
             return
         deferred = optimizer.deferred.get(id(table))
         if deferred is None or deferred.in_step or not deferred.has_deferred:
@@ -470,10 +538,12 @@ class ReadGuard:
         rows, reads = None, _ROW_READS.get(func)
         if reads is not None:
             weight, ids = reads(*args, **kwargs)
+            weight, ids = unwrapped(weight), unwrapped(ids)
             is_table = isinstance(weight, Tensor) and weight.shape == table.shape
             if is_table and _shares_storage(weight, table):
                 rows = valid_rows(ids, table)
-        optimizer.catch_up_rows(table, rows)
+        with outside_transforms() if is_transforming() else nullcontext():
+            optimizer.catch_up_rows(table, rows)
 
     def remove(self) -> None:
         """Remove the guard."""
@@ -574,6 +644,7 @@ def _guarded(found: Any) -> Iterator[Tensor]:
 def _shares_storage(one: Tensor, other: Tensor) -> bool:
     return (
         one.layout is torch.strided
+        and unwrapped(one) is one
         and one.device == other.device
         and (one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
     )

@@ -1,8 +1,9 @@
 """Embedding tables sharded across ranks, and our optimizers in ``torch.distributed.optim``.
 
-``shard`` divides the tables of a model; a ``plan`` has the ``placement`` of each. A ``lookup``
-sends ids to the owners of rows, and rows back; ``grads`` follow when a step needs them. Each
-exchange starts with a ``_handshake``. Ids of any value have owners, too (``vocabulary``). Any
+``shard`` divides the tables of a model; a ``plan`` has the ``placement`` of each. In a lookup, ids
+go to the owners of rows (``_requests``), and rows come back (``lookup``); ``grads`` follow when a
+step needs them. Every exchange starts with a ``_handshake``, over the ``collectives`` of a process
+group. Ids of any value have owners, too (``vocabulary``). ``lockstep`` keeps loops together. Any
 number of ranks can load a ``checkpoint``.
 """
 

@@ -28,6 +28,7 @@ from sparsestep.distributed.collectives import (
     describe_failure,
     status_of,
 )
+from sparsestep.distributed.placement import table_label
 from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, is_out_of_memory, message
 
@@ -100,7 +101,7 @@ class PeerStatus:
 
     def describe(self, rank: int, names: list[str]) -> str:
         table, operation = self["table"][rank], self["operation"][rank]
-        name = (repr(names[table]) if names[table] else "the table") if table >= 0 else "tables"
+        name = table_label(names[table]) if table >= 0 else "tables"
         return _DESCRIPTIONS[ExchangeKind(operation)].format(name)
 
 

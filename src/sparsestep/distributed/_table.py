@@ -25,7 +25,12 @@ from sparsestep.distributed._handshake import (
     row_bytes,
 )
 from sparsestep.distributed.collectives import Collectives, Payload, Room
-from sparsestep.distributed.placement import MAX_WORLD_SIZE, EmbeddingModule, Placement
+from sparsestep.distributed.placement import (
+    MAX_WORLD_SIZE,
+    EmbeddingModule,
+    Placement,
+    table_label,
+)
 from sparsestep.distributed.wire import Codec, WireFormat, codec_for
 from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, message
@@ -153,7 +158,7 @@ class ShardedTable:
 
     def check_supported(self, module: EmbeddingModule) -> None:
         weight = module.weight
-        who = f"shard: {self.name!r}" if self.name else "shard: the table"
+        who = f"shard: {table_label(self.name)}"
         if has_mapped_memory(weight):
             self._check_file(who)
         if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "meta"):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsestep._torch import stack
 from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus
+from sparsestep.distributed._ids import sum_all_duplicates
 from sparsestep.distributed._table import (
     NUM_COUNTS,
     LookupHandle,
@@ -31,7 +32,7 @@ from sparsestep.distributed.collectives import (
     Payload,
     Sections,
 )
-from sparsestep.distributed.lookup import sum_all_duplicates
+from sparsestep.distributed.placement import table_label
 from sparsestep.engines.base import certain
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
@@ -81,7 +82,7 @@ class ShardedGradSource(TableGroup):
         outgoing = OutgoingGrads([], [])
         headers = torch.empty(0, dtype=torch.int64)
         payload: Payload | None = None
-        frozen = ", ".join(repr(t.name) for t in tables if not t.weight.requires_grad) or "none"
+        frozen = ", ".join(table_label(t.name) for t in tables if not t.weight.requires_grad)
         with Caught(error) as caught:
             outgoing = OutgoingGrads.of(collect_pending(tables))
             numbers = [number for each in outgoing.grads for number in each.header()]
@@ -91,37 +92,42 @@ class ShardedGradSource(TableGroup):
             status.max_bytes = int(payload.sizes.sum(1).max())
             if len(headers) <= self.num_counts:
                 counts[:, : len(headers)], status.payload = headers, 1
-        facts = {**facts, "frozen tables": frozen}
+        facts = {**facts, "frozen tables": frozen or "none"}
         peers = self.handshake(status, counts, caught.error, facts, payload)
-        max_bytes = max(peers["max_bytes"])
         none = certain(lambda: torch.zeros(world_size, dtype=torch.int64))
+        transfer = Transfer(list, none, none)
+        if any(peers["value"]):
+            transfer = self._transfer(peers, outgoing, headers, payload)
+        self.expect(transfer.sent, transfer.received, max(peers["max_bytes"]))
         if skipped is not None and not any(peers["value"]):
-            self.expect(none, none, max_bytes)
             skipped.is_agreed = True
             return skipped
-        received: Callable[[], list[ReceivedGrad]] = list
-        sizes = none, none
-        if any(peers["value"]):
-            announced = _all_headers(self, peers, headers)
-            mine = payload
-            if mine is None or list(announced.served) != sorted(outgoing.numbers()):
-                mine = certain(lambda: outgoing.payload(list(announced.served), world_size))
-            sizes = certain(lambda: (mine.sizes.sum(1), announced.sizes.sum(1)))
-            if peers.messages is not None and all(peers["payload"]):
-                messages = peers.messages(mine, announced.sizes)
-            else:
-                messages = self.collectives.all_to_all(
-                    lambda: mine.sections, mine.sizes, announced.sizes, max_bytes
-                )
-            received = partial(_read_grads, announced, messages)
-        self.expect(*sizes, max_bytes)
         exchanged = ExchangedGrads(tables)
         with exchanged:
-            for index, grads in _received_grads(self, received()).items():
+            for index, grads in _received_grads(self, transfer.read()).items():
                 _assign_grad(tables[index], grads)
             for weight in _weights(tables):
                 _remove_placeholder(weight)
         return exchanged
+
+    def _transfer(
+        self, peers: PeerStatus, outgoing: OutgoingGrads, headers: Tensor, payload: Payload | None
+    ) -> Transfer:
+        """Send gradients, unless they have come with the handshake."""
+        world_size = self.collectives.world_size
+        announced = _all_headers(self, peers, headers)
+        mine = payload
+        # A message has sections for the gradients of all ranks.
+        if mine is None or list(announced.served) != sorted(outgoing.numbers()):
+            mine = certain(lambda: outgoing.payload(list(announced.served), world_size))
+        if peers.messages is not None and all(peers["payload"]):
+            messages = peers.messages(mine, announced.sizes)
+        else:
+            messages = self.collectives.all_to_all(
+                lambda: mine.sections, mine.sizes, announced.sizes, max(peers["max_bytes"])
+            )
+        sent, received = certain(lambda: (mine.sizes.sum(1), announced.sizes.sum(1)))
+        return Transfer(partial(_read_grads, announced, messages), sent, received)
 
     def agree(self, error: BaseException | None, value: Tensor | None = None) -> Tensor:
         """The values of all ranks; raises on every rank if one has an error."""
@@ -137,7 +143,7 @@ class ShardedGradSource(TableGroup):
     def name_of(self, param: Tensor) -> str | None:
         """The name of the table that has a parameter, if it is one of these."""
         table = self._by_weight.get(id(param))
-        return None if table is None else repr(table.name) if table.name else "the table"
+        return None if table is None else table_label(table.name)
 
     def is_sharded(self, param: Tensor) -> bool:
         """Whether other ranks have other rows of a parameter."""
@@ -237,6 +243,14 @@ class ReceivedGrad(NamedTuple):
     indices: Tensor  # of a replicated table
     is_present: Tensor | None  # which ranks have one; None: all
     slot_size: int  # of a replicated table
+
+
+class Transfer(NamedTuple):
+    """Gradients that have come, and the bytes to and from each rank."""
+
+    read: Callable[[], list[ReceivedGrad]]
+    sent: Tensor
+    received: Tensor
 
 
 class ExchangedGrads(Caught):

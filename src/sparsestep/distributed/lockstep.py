@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,19 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsestep._torch import tree_map_only, version_of
-from sparsestep.distributed._table import NUM_COUNTS
-from sparsestep.distributed.collectives import (
-    Collectives,
-    HostCollectives,
-    new_group,
-)
-from sparsestep.distributed.lookup import (
+from sparsestep.distributed._hosts import HostCollectives
+from sparsestep.distributed._requests import (
+    IncomingLookup,
     LookupRequest,
     LookupSizes,
     TableRequests,
     exchange_ids,
     id_counts,
 )
+from sparsestep.distributed._table import NUM_COUNTS
+from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.errors import InputError, SlowWarning, message, warn_once
 from sparsestep.nn.collection import is_keyed_jagged
 
@@ -145,7 +144,7 @@ class _Batches:
         self._state = LoaderState.NO_BATCH_YET
         self._example: Any = None  # of an empty batch
         self._fetched: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def fetch(self, before: Sequence[Any] = ()) -> LoaderState:
         """Get the next batch, which must not change those before; return this rank's state."""
@@ -162,7 +161,7 @@ class _Batches:
                 self._state = LoaderState.BATCH
             elif self._state != LoaderState.NO_BATCH_YET:
                 self._state, self._fetched = LoaderState.EXHAUSTED, empty_batch(self._example)
-        except Exception as raised:
+        except BaseException as raised:  # an interrupted rank, too, must not keep others waiting
             self._error = raised
             return LoaderState.ERROR
         return self._state
@@ -319,35 +318,43 @@ class PrefetchTask:
     def _send(self, collectives: Collectives) -> list[TableRequests | None]:
         """Send the ids of all calls. If any rank's input is invalid, no rank sends."""
         requests: list[list[LookupRequest]] = []
-        signature, max_bytes = self._signature(), 0
-        try:
+        signature = max_bytes = 0
+        with suppress(Exception):  # the lookup itself will raise it, on all ranks
             for call, arguments in zip(self._calls, self._arguments, strict=True):
                 requests.append(call.module.lookup_requests(*arguments))
-            tables = [request for each in requests for request in each]
+            tables = [request for of_call in requests for request in of_call]
             if tables:
-                mine = id_counts(tables)
-                outgoing = LookupSizes(tables, mine)
+                counts = id_counts(tables)
+                outgoing = LookupSizes(tables, counts)
                 max_bytes = int(outgoing.request.sum(1).max())
-        except Exception:  # the lookup itself will raise it, on all ranks
-            signature = 0
+            signature = self._signature()
         numbers = torch.tensor([self._state, signature, max_bytes])
         numbers = collectives.all_to_all_rows(numbers.repeat(collectives.world_size, 1))
         states, signatures, sizes = numbers.t().tolist()
         self.states.set_result(states)
         if not signature or set(signatures) != {signature}:
             return [None] * len(self._calls)
-        theirs = collectives.all_to_all_rows(mine.flatten(1)).unflatten(1, (-1, NUM_COUNTS))
+        theirs = collectives.all_to_all_rows(counts.flatten(1)).unflatten(1, (-1, NUM_COUNTS))
         incoming = LookupSizes(tables, theirs)
         received = exchange_ids(collectives, tables, outgoing, incoming, max(sizes))()
         for request, each in zip(tables, received, strict=True):
             if each is not None:
                 request.prefetch(each.ids)
+        return self._by_call(requests, received, incoming.reply)
+
+    def _by_call(
+        self,
+        requests: Sequence[list[LookupRequest]],
+        incoming: Sequence[IncomingLookup | None],
+        reply_bytes: Tensor,
+    ) -> list[TableRequests | None]:
+        """The requests of all ranks, call by call."""
         found: list[TableRequests | None] = []
         begin = 0
         for n, of_call in enumerate(requests):
-            end, number = begin + len(of_call), self._first + n
-            reply_bytes = incoming.reply[:, begin:end].contiguous()
-            found.append(TableRequests(of_call, number, received[begin:end], reply_bytes))
+            end = begin + len(of_call)
+            reply = reply_bytes[:, begin:end].contiguous()
+            found.append(TableRequests(of_call, self._first + n, incoming[begin:end], reply))
             begin = end
         return found
 

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from sparsestep._native import ext
 from sparsestep.distributed.wire import WireFormat, row_bytes
 from sparsestep.errors import InputError, message
-from sparsestep.nn.id_table import IdTable, Options
 
 PlacementKind: TypeAlias = Literal["tables", "rows", "copy"]
 EmbeddingModule: TypeAlias = nn.Embedding | nn.EmbeddingBag
@@ -289,6 +287,11 @@ class Replicated(Placement):
 PLACEMENTS: dict[str, type[Placement]] = {each.kind: each for each in (ByTable, ByRow, Replicated)}
 
 
+def table_label(name: str) -> str:
+    """A table in a message; a model that is a table itself has no name."""
+    return repr(name) if name else "the table"
+
+
 def check_int(who: str, name: str, value: object, least: int, most: int = _MAX_SIZE) -> None:
     """Raise if an argument is no integer in a range."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -308,74 +311,6 @@ def check_length(what: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= _MAX_SIZE:  # type: ignore[operator]
         raise InputError(message(f"{what} must be a number of ids, at least 0", repr(value)))
-
-
-class BagSplit(NamedTuple):
-    """Bags of ids, sorted by the ranks that own the ids."""
-
-    rows: Tensor  # each id as its owner numbers it
-    ids_per_rank: Tensor
-    order: Tensor  # which id each was; empty if not requested
-    bags: Tensor  # the bag of each part; empty if every rank gets a part of every bag
-    lengths: Tensor  # ids of each part, int32
-    parts_per_rank: Tensor
-
-
-def split_by_owner(
-    ids: Tensor,
-    offsets: Tensor | None,
-    world_size: int,
-    dtype: torch.dtype,
-    *,
-    needs_order: bool = True,
-    to_all_ranks: bool = False,
-) -> BagSplit:
-    """Split bags of ids among the owners of round-robin rows, numbered by owners in ``dtype``.
-
-    ``offsets`` are where each bag begins, and where the last one ends, int64; ``None``: one id
-    each, whose bags and lengths are left out. With ``to_all_ranks``, every rank gets a part of
-    every bag, even an empty one.
-    """
-    assert ext is not None
-    ids, count = ids.long().contiguous(), len(ids)
-    rows, counts = torch.empty(count, dtype=dtype), torch.empty(2, world_size, dtype=torch.int64)
-    order = torch.empty(count if needs_order else 0, dtype=torch.int64)
-    if offsets is None:
-        bags, lengths = order[:0], rows[:0]
-    else:
-        bags = torch.empty(0 if to_all_ranks else count, dtype=torch.int64)
-        num_lengths = world_size * (len(offsets) - 1) if to_all_ranks else count
-        lengths = torch.empty(num_lengths, dtype=torch.int32)
-    ext.split_by_owner(
-        ids,
-        None if offsets is None else offsets.contiguous(),
-        world_size,
-        rows,
-        order if needs_order else None,
-        None if offsets is None or to_all_ranks else bags,
-        None if offsets is None else lengths,
-        counts,
-    )
-    ids_per_rank, parts_per_rank = counts
-    total = int(parts_per_rank.sum())
-    return BagSplit(rows, ids_per_rank, order, bags[:total], lengths[:total], parts_per_rank)
-
-
-def unique_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Distinct ids, and the index of each id among them; all are below ``rows``."""
-    assert ext is not None
-    ids = ids.long().contiguous()
-    unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
-    return unique[: ext.unique(ids, rows, unique, inverse)], inverse
-
-
-def distinct_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of ids of any value, in the order in which they appear."""
-    known = IdTable(Options(rows=len(ids) + 1, shared=1, admit=1, evict=None))
-    inverse = known.claim(ids, 1).rows - 1
-    unique = ids.new_empty(int(inverse.max()) + 1 if len(ids) else 0)
-    unique[inverse] = ids
-    return unique, inverse
 
 
 def hash_owner(ids: Tensor, world_size: int) -> Tensor:

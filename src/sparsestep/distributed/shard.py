@@ -16,28 +16,22 @@ from torch import Tensor, nn
 
 from sparsestep._native import ext
 from sparsestep._process import uninterrupted
-from sparsestep._torch import ignored_by_ddp, own_parameters
+from sparsestep._torch import ignored_by_ddp, own_parameters, plain_results
 from sparsestep.distributed._handshake import compare_facts
-from sparsestep.distributed._table import Reduction, ShardedTable, SumOrder, TableGroup
-from sparsestep.distributed.collectives import (
-    Caught,
-    Collectives,
-    HostCollectives,
-    Topology,
-    host_name,
-    new_group,
-)
-from sparsestep.distributed.grads import ShardedGradSource
-from sparsestep.distributed.lockstep import take_prefetched, use_hosts
-from sparsestep.distributed.lookup import (
+from sparsestep.distributed._hosts import HostCollectives, host_name
+from sparsestep.distributed._requests import (
     LookupRequest,
     TableRequests,
     dynamic_request,
     lookup_request,
     lookup_requests,
-    sharded_lookup,
 )
-from sparsestep.distributed.placement import ByRow, Placement
+from sparsestep.distributed._table import Reduction, ShardedTable, SumOrder, TableGroup
+from sparsestep.distributed.collectives import Caught, Collectives, Topology, new_group
+from sparsestep.distributed.grads import ShardedGradSource
+from sparsestep.distributed.lockstep import take_prefetched, use_hosts
+from sparsestep.distributed.lookup import sharded_lookup
+from sparsestep.distributed.placement import ByRow, Placement, table_label
 from sparsestep.distributed.plan import Plan, TableSize, choose_placements, resolve_name
 from sparsestep.distributed.vocabulary import share_vocabulary
 from sparsestep.distributed.wire import WireFormat, check_wire
@@ -95,10 +89,41 @@ class ShardedModule:
         raise InputError(f"{requirement}. {remedy}.")
 
 
+class RowsOfRank(Tensor):
+    """A shard in a state dict: an ordinary tensor, but ``torch.distributed.checkpoint`` refuses it.
+
+    That would keep the rows of one rank, and load them on all.
+    """
+
+    __torch_function__ = plain_results
+
+    def __create_write_items__(self, name: str, tensor: Tensor) -> Any:
+        requirement = "torch.distributed.checkpoint must get tensors that are the same on all ranks"
+        remedy = "Use sparsestep.distributed.save and load"
+        # Not a ValueError: torch replaces those by another.
+        raise NotImplementedError(message(requirement, f"a shard in {name!r}", remedy))
+
+    def __create_chunk_list__(self) -> Any:
+        self.__create_write_items__("state_dict()", self)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
 class ShardedEmbedding(ShardedModule):
     """Mixin of sharded tables."""
 
     sharded_table: ShardedTable
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        table = self.sharded_table
+        if table.placement.is_sharded and table.collectives.world_size > 1 and not keep_vars:
+            name = prefix + "weight"
+            destination[name] = destination[name].as_subclass(RowsOfRank)
 
     def extra_repr(self) -> str:
         """Torch's, and where the rows are."""
@@ -349,7 +374,7 @@ class _Sharding:
             if vocabulary is None:
                 continue
             index = next(n for n, each in enumerate(modules) if each is table)
-            placement, who = self.placements[index], f"shard: {names[index]!r}"
+            placement, who = self.placements[index], f"shard: {table_label(names[index])}"
             if not isinstance(placement, ByRow):
                 if placement.why == "your plan":
                     requirement = f"{who} has a vocabulary, so its plan must be 'rows'"
@@ -398,7 +423,7 @@ class _Sharding:
         for table, module, first in zip(
             self.tables, self._modules.values(), self._first_with_weight, strict=True
         ):
-            of = f"of {table.name!r}" if table.name else "of the table"
+            of = f"of {table_label(table.name)}"
             facts[f"module {of}"] = "EmbeddingBag" if table.is_bag else "Embedding"
             facts[f"shape {of}"] = f"{table.rows} x {table.dim}"
             facts[f"dtype {of}"] = str(table.weight.dtype)
@@ -504,7 +529,7 @@ def _find_tables(model: nn.Module) -> dict[str, Any]:
         if isinstance(each, ShardedModule):
             reason = "it is already sharded"
         if reason is not None:
-            requirement = f"shard: {name!r} must be an ordinary table"
+            requirement = f"shard: {table_label(name)} must be an ordinary table"
             raise InputError(message(requirement, f"a {type(each).__name__}: {reason}"))
     return found
 

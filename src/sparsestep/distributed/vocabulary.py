@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from sparsestep._process import uninterrupted
 from sparsestep._torch import cat, stack
 from sparsestep.distributed._handshake import ExchangeKind
+from sparsestep.distributed._requests import TableRequests, dynamic_request
 from sparsestep.distributed._table import ShardedTable, TableGroup
 from sparsestep.distributed.collectives import Caught, Collectives, Sections
-from sparsestep.distributed.lookup import TableRequests, dynamic_request, sharded_lookup
+from sparsestep.distributed.lookup import sharded_lookup
 from sparsestep.distributed.placement import ByRow, check_int, hash_owner
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, initialize_rows, prepare_grow
@@ -290,7 +291,7 @@ class Vocabulary(nn.Module):
         shared, ranks = self.local.options.shared, self.collectives
         local = other.local if isinstance(other, Vocabulary) else other
         if not isinstance(local, LocalVocabulary) or local.options.shared != shared:
-            requirement = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
+            requirement = "Vocabulary.merge: other must be a Vocabulary with as many shared rows"
             raise InputError(message(requirement, other))
         if isinstance(other, Vocabulary):
             theirs = other.collectives

@@ -205,7 +205,7 @@ class NativeEngine:
             and grad.element_mask is None
             and update.packed is None
             and not settings.needs_whole_rows
-            and settings.rule.traceable_update is None  # a formula may reduce over the slots given
+            and settings.rule.traceable_update is None  # a formula may reduce over slots
         ):
             grad, targets = _as_one_slot(grad, targets)
         param, *state = targets

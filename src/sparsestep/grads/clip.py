@@ -38,7 +38,7 @@ from sparsestep.grads.dedup import sum_duplicates
 from sparsestep.grads.exchange import GradExchange, exchange_grads, sources_of
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.grads.layouts import GradLayout, classify, stored_mask
-from sparsestep.memory.tensors import has_internal_overlap
+from sparsestep.memory.tensors import check_has_values, has_internal_overlap
 
 if TYPE_CHECKING:
     from sparsestep.distributed.grads import ShardedGradSource
@@ -245,6 +245,9 @@ def _check_clippable(named: _NamedGrad) -> None:
     if not grad.is_floating_point() and not grad.is_complex():
         requirement = "the gradient must have a floating-point or complex dtype"
         raise InputError(message(requirement, grad.dtype))
+    if named.layout is GradLayout.COO:
+        check_has_values("the gradient", coo_indices(grad))
+        check_has_values("the gradient", coo_values(grad))
 
 
 def _clamp(named: _NamedGrad, bound: float) -> Tensor | None:

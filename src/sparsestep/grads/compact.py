@@ -213,7 +213,7 @@ class CompactGrad(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():  # a backward() in a function that is compiled
+        if torch.compiler.is_dynamo_compiling():  # a backward() in a function that is compiled
             return torch.compiler.disable(cls.__torch_dispatch__)(func, types, args, kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -288,7 +288,7 @@ def parts_of(grad: Tensor) -> tuple[IndexedGrad, ...] | None:
 
 
 def materialize(tensor: Any) -> Any:
-    """Materialize a CompactGrad; return anything else as it is."""
+    """Materialize a CompactGrad; return anything else unchanged."""
     return tensor.materialize_() if isinstance(tensor, CompactGrad) else tensor
 
 
@@ -465,6 +465,8 @@ def _norm(
 ) -> Any:
     if keepdim or (dim is not None and len(dim) not in (0, grad.dim())):
         return NotImplemented
+    if grad.has_pending_parts:
+        exchange_grad_of(grad)  # which also says whether it is sharded
     if grad.is_sharded:
         requirement = "the norm of a sharded table's gradient needs the rows of all ranks"
         got = "a function that sees those of one rank"

@@ -74,7 +74,7 @@ def _sum_runs(grad: IndexedGrad, order: Tensor, starts: Tensor, per_chunk: int) 
         # One thread sums a run, column by column; index_add_ adds in any order there.
         return _segment_sum(_gather_rows(grad, order).to(dtype), starts)
     run = torch.repeat_interleave(starts.diff(), output_size=len(order))
-    # A sum that begins with -0.0 keeps every first value as it is, -0.0 too.
+    # Adding to -0.0 preserves every first value, including -0.0.
     total = grad.values.new_zeros(num_runs, grad.slot_size, dtype=dtype).neg_()
     for entries, runs in zip(order.split(per_chunk), run.split(per_chunk), strict=True):
         total.index_add_(0, runs, _gather_rows(grad, entries).to(dtype))

@@ -23,8 +23,9 @@ from sparsestep.grads.indexed import IndexedGrad, check_indices
 from sparsestep.memory.tensors import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
-    address,
+    check_has_values,
     is_distributed,
+    is_plain_meta,
     memory_of,
     out_of_range,
 )
@@ -95,6 +96,9 @@ def indexed_grad(param: Tensor, grad: Gradient, *, row_slots: bool = False) -> I
         ([[3, 1, 3]], 5, 2)
     """
     found = _convert(param, grad)
+    if found.indices is not None and is_plain_meta(found.indices):
+        requirement = "the gradient of a parameter on the meta device must be dense"
+        raise InputError(message(requirement, "one whose indices have no values"))
     return to_row_slots(param, found) if row_slots and param.dim() else found
 
 
@@ -142,7 +146,7 @@ def _check_matches(param: Tensor, grad: Tensor) -> None:
 
 
 def _dtypes_compatible(param: torch.dtype, grad: torch.dtype) -> bool:
-    """Real with real, of any precision: the arithmetic is done in the widest anyway."""
+    """Whether dtypes are equal or both real: arithmetic uses the wider of two real ones."""
     return param == grad or (param in FLOAT_DTYPES and grad in FLOAT_DTYPES)
 
 
@@ -152,16 +156,8 @@ def _resolve_lazy(grad: Tensor) -> Tensor:
         grad = grad.resolve_neg().resolve_conj()
     if is_zerotensor(grad):  # autograd has zeros that take no memory
         return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
-    _check_has_storage("the gradient", grad)
+    check_has_values("the gradient", grad)
     return grad
-
-
-def _check_has_storage(name: str, tensor: Tensor) -> None:
-    """Raise InputError for a fake tensor or a wrapper, which have no values."""
-    if tensor.is_cpu and not address(tensor) and tensor.numel():
-        requirement = f"{name} must be a tensor with values in memory"
-        got = f"a {type(tensor).__name__} without values"
-        raise InputError(message(requirement, got, "Pass an ordinary tensor"))
 
 
 def to_row_slots(param: Tensor, grad: IndexedGrad) -> IndexedGrad:
@@ -227,6 +223,8 @@ def slots_to_rows(param: Tensor, indices: Tensor | None, num_slots: int) -> Tens
 
 def _from_coo(param: Tensor, grad: Tensor) -> IndexedGrad:
     indices, values = coo_indices(grad), coo_values(grad)
+    check_has_values("the gradient", indices)
+    check_has_values("the gradient", values)
     found = IndexedGrad.from_coo(indices, values, param.shape)
     sparse_dim, entries = indices.shape
     if values.numel() != entries * found.slot_size:
@@ -235,7 +233,6 @@ def _from_coo(param: Tensor, grad: Tensor) -> IndexedGrad:
             f"{(entries, *param.shape[sparse_dim:])}"
         )
         raise InputError(message(requirement, tuple(values.shape)))
-    _check_has_storage("the gradient", values)
     return found._replace(values=values.resolve_neg()) if values.is_neg() else found
 
 
@@ -258,6 +255,8 @@ def _from_compressed(grad: Tensor) -> IndexedGrad:
     blocks_down, blocks_across = rows // block_rows, columns // block_columns
     slot_size = block_columns * math.prod(grad.shape[batch_dims + 2 :])
 
+    for part in (compressed, plain, values):
+        check_has_values("the gradient", part)
     compressed, plain = compressed.long(), plain.long()
     values = values.resolve_neg().reshape(plain.numel() * block_rows, slot_size)
     num_slots = math.prod(grad.shape[: batch_dims + 1]) * blocks_across
@@ -399,7 +398,8 @@ def _slot_shape(param: Tensor, num_slots: object, slot_size: object) -> tuple[in
         or num_slots * slot_size != param.numel()
     ):
         requirement = f"num_slots x slot_size must be the parameter's {param.numel()} elements"
-        raise InputError(message(requirement, f"{num_slots} x {slot_size}"))
+        remedy = "Pass two integers, or neither"
+        raise InputError(message(requirement, f"{num_slots!r} x {slot_size!r}", remedy))
     return int(num_slots), int(slot_size)  # True is 1
 
 
@@ -424,7 +424,7 @@ def _check_field(name: str, tensor: object, param: Tensor) -> None:
         raise InputError(message(requirement, got))
     if tensor.device != param.device:
         raise InputError(message(f"the {name} must be on {param.device}", tensor.device))
-    _check_has_storage(f"the {name} of an IndexedGrad", tensor)
+    check_has_values(f"the {name} of an IndexedGrad", tensor)
 
 
 def _index_field(name: str, tensor: Tensor) -> Tensor:
@@ -440,13 +440,13 @@ def _num_value_rows(
     """Return the number of rows of values. Raises if entries do not fit them."""
     rows = values.numel() // slot_size if slot_size else math.prod(values.shape[:1])
     if values.numel() != rows * slot_size or (value_index is None and rows != entries):
-        requirement = f"{entries} indices need as many rows of {slot_size} values"
-        if value_index is not None:
-            requirement = f"the values must be rows of {slot_size}"
+        requirement = f"the values must be rows of {slot_size}"
+        if value_index is None:
+            requirement += f", one per index, {entries}"
         raise InputError(message(requirement, f"values of shape {tuple(values.shape)}"))
     if value_index is not None:
         if value_index.numel() != entries:
-            requirement = f"{entries} indices need as many entries in value_index"
+            requirement = f"value_index must have one entry per index, {entries}"
             raise InputError(message(requirement, value_index.numel()))
         bad = out_of_range(value_index, rows)
         if bad is not None:
@@ -457,7 +457,8 @@ def _num_value_rows(
 
 def _scale_field(scale: Tensor, values: Tensor, entries: int) -> Tensor:
     if scale.numel() != entries:
-        raise InputError(message(f"{entries} indices need as many entries in scale", scale.numel()))
+        requirement = f"scale must have one entry per index, {entries}"
+        raise InputError(message(requirement, scale.numel()))
     if scale.dtype not in FLOAT_DTYPES:
         requirement = "the scale of an IndexedGrad must be of a float dtype"
         raise InputError(message(requirement, scale.dtype))

@@ -19,7 +19,7 @@ from sparsestep._native import ext
 from sparsestep._torch import local_slices, version_of
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad, check_indices
-from sparsestep.memory.tensors import is_distributed, memory_of
+from sparsestep.memory.tensors import check_has_values, is_distributed, is_plain_meta, memory_of
 
 Masks = Tensor | Sequence[Tensor | None] | None
 
@@ -30,30 +30,45 @@ def check_masks(masks: Masks, params: Sequence[Tensor], *, defers: bool = False)
     With ``defers``, updates are deferred by rows, and a mask must select rows.
     """
     for index, (mask, param) in enumerate(zip(per_param(masks, params), params, strict=True)):
-        if mask is None:
-            continue
-        shapes = [tuple(param.shape[:1])]
-        if not defers and param.dim() != 1:
-            shapes.append(tuple(param.shape))
+        check_mask(f"mask {index}", mask, param, defers=defers)
+
+
+def check_mask(name: str, mask: Tensor | None, param: Tensor, *, defers: bool = False) -> None:
+    """Raise InputError if a mask does not fit a parameter; ``defers`` as in ``check_masks``."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(message(f"{name} must be a bool tensor", got))
+    if mask.layout is not torch.strided:
+        raise InputError(message(f"{name} must be a strided tensor", mask.layout))
+    shapes = [tuple(param.shape[:1])]
+    if not defers and param.dim() > 1:
+        shapes.append(tuple(param.shape))
+    if tuple(mask.shape) not in shapes or mask.device != param.device:
         wanted = " or ".join(map(str, shapes)) + " with semantics='dense'" * defers
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise InputError(message(f"mask {index} must be a bool tensor", got))
-        if mask.layout is not torch.strided:
-            raise InputError(message(f"mask {index} must be a strided tensor", mask.layout))
-        if tuple(mask.shape) not in shapes or mask.device != param.device:
-            requirement = f"mask {index} must have shape {wanted} and be on {param.device}"
-            raise InputError(message(requirement, f"{tuple(mask.shape)} on {mask.device}"))
+        requirement = f"{name} must have shape {wanted} and be on {param.device}"
+        raise InputError(message(requirement, f"{tuple(mask.shape)} on {mask.device}"))
+    check_has_values(name, mask)
+    if is_plain_meta(mask):
+        raise InputError(message(f"{name} must have values", "a tensor on the meta device"))
 
 
 def selection_of(mask: Tensor, param: Tensor) -> MaskSelection:
     """Return what a mask selects of a parameter; of a DTensor, what is in its local part."""
     if not is_distributed(param):
         return MaskSelection(mask, param.shape)
+    return MaskSelection(local_mask(mask, param), memory_of(param).shape)
+
+
+def local_mask(mask: Tensor, param: Tensor) -> Tensor:
+    """Return the part of a mask that belongs to the local part of a DTensor parameter."""
+    if not is_distributed(param):
+        return mask
     if any(type(each).__name__ not in ("Shard", "Replicate") for each in param.placements):
         requirement = "a DTensor parameter with a mask must have the placements Shard or Replicate"
         raise InputError(message(requirement, param.placements))
-    return MaskSelection(mask[local_slices(param)[: mask.dim()]], memory_of(param).shape)
+    return mask[local_slices(param)[: mask.dim()]]
 
 
 def per_param(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]:

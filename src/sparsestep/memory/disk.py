@@ -119,15 +119,14 @@ def lock_holder(descriptor: int) -> str:
 
 
 def checked_path(who: str, path: Any) -> str:
-    """Return a path that a user names; refuses other objects and the empty path."""
+    """Return a path that a user names; an empty one would be the current folder."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise InputError(message(f"{who}: path must be a str or os.PathLike", repr(path)))
     found = str(os.fspath(path))
     if "\0" in found:
         raise InputError(message(f"{who}: path must not contain null characters", repr(path)))
     if not found:
-        requirement = f"{who}: path must not be empty"
-        raise InputError(message(requirement, repr(path), "The current folder is '.'"))
+        raise InputError(message(f"{who}: path must not be empty", repr(path)))
     return found
 
 

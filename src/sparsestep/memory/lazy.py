@@ -100,7 +100,9 @@ def saved_by_row(state: Tensor) -> Tensor:
 def rows_in_use(state: Tensor) -> Tensor:
     """Rows of which some bit is not zero, in ascending order."""
     row_bytes = state.nbytes // len(state)
-    words = state.view(len(state), -1).view(word_dtype(row_bytes))
+    # A dim of one element may have any stride, which torch checks when it changes the dtype.
+    row = state.numel() // len(state)
+    words = state.as_strided((len(state), row), (row, 1)).view(word_dtype(row_bytes))
     step = max(1, _CHUNK_BYTES // row_bytes)
     used = torch.empty(len(state), dtype=torch.bool, device=state.device)
     for first in range(0, len(state), step):

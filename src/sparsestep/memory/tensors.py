@@ -104,6 +104,19 @@ def check_writable(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_has_values(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that cannot be read: a fake one, a wrapper, or one without its memory."""
+    if tensor.is_cpu and tensor.numel() and not _has_memory(tensor):
+        requirement = f"{name} must be a tensor with values in memory"
+        got = f"a {type(tensor).__name__} without values"
+        raise InputError(message(requirement, got, "Pass an ordinary tensor"))
+
+
+def is_plain_meta(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape alone. Subclasses on the meta device may have values."""
+    return tensor.is_meta and type(tensor) is Tensor
+
+
 def _has_memory(tensor: Tensor) -> bool:
     """Whether the storage covers all elements."""
     if not address(tensor):

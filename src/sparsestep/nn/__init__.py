@@ -1,7 +1,7 @@
 """Embeddings whose gradients are never written out.
 
-They are torch's modules with another gradient: one row for each row of the output, whatever the
-number of ids. The usual loop stays the usual loop.
+Torch's modules with compact gradients: one row for each row of the output, whatever the number of
+ids. Training loops stay as they are.
 """
 
 from sparsestep.nn import functional

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -127,6 +127,8 @@ class EmbeddingBagCollection(torch.nn.Module):
         if isinstance(tables, Mapping):
             self.names = [_checked_name(name) for name in tables]
             tables = list(tables.values())
+        elif not isinstance(tables, Iterable):
+            raise self._refusal("tables must be a list or a dict", type(tables).__name__)
         made = [
             _table(place if self.names is None else self.names[place], each, options)
             for place, each in enumerate(tables)
@@ -165,7 +167,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         ]
 
     def _named_tables(self) -> list[tuple[str, EmbeddingBag]]:
-        """All tables, of which some may be the same."""
+        """Each table with its name; one table may have several names."""
         tables: Any = self.tables
         if isinstance(self.tables, torch.nn.ModuleDict):
             tables = self.tables.values()

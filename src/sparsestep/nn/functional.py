@@ -12,7 +12,6 @@ from sparsestep.deferred.tracking import catch_up_guarded
 from sparsestep.errors import InputError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
-from sparsestep.memory.tensors import memory_of
 from sparsestep.nn.embedding import Embedding, EmbeddingBag
 from sparsestep.nn.interop import excluded_from_compile, materialize_for_ddp, uses_torch_ops
 from sparsestep.nn.lookup import (
@@ -20,6 +19,7 @@ from sparsestep.nn.lookup import (
     SUM,
     Lookup,
     LookupResult,
+    SavedTable,
     check_ids,
     embed,
     first_derivative,
@@ -107,23 +107,24 @@ def embedding_dot(
 def _rows_of(table: nn.Module | Tensor, ids: Any, name: str) -> Tensor:
     if isinstance(ids, Tensor) and ids.dim() != 1:
         raise _error(f"{name}_ids must have shape [B]", tuple(ids.shape))
-    if not isinstance(table, nn.Module):
-        _check_weight(table, name)
-    return _look_up(table, ids)
+    _weight_of(table, name)
+    return _look_up(table, ids, name)
 
 
-def _look_up(table: nn.Module | Tensor, ids: Tensor) -> Tensor:
+def _look_up(table: nn.Module | Tensor, ids: Tensor, name: str) -> Tensor:
     """Rows for each id, by the module if there is one."""
-    if isinstance(table, nn.Module):
-        found: Tensor = table(ids)
-        return found
-    return embed([row_lookup(Weight(table), ids)])[0]  # type: ignore[arg-type]
+    if not isinstance(table, nn.Module):
+        return embed([row_lookup(Weight(table), ids)])[0]  # type: ignore[arg-type]
+    found: Tensor = table(ids)
+    if found.shape[:-1] != ids.shape:  # a bag is not a row
+        requirement = f"{name} must be an embedding module, which returns a row for each id"
+        raise _error(requirement, type(table).__name__)
+    return found
 
 
 def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
     table: Any = right if isinstance(right, nn.Module) else Weight(right)
-    weight = table.weight
-    _check_weight(weight, "right")
+    weight = _weight_of(right, "right")
     count, dim = rows.shape
     if weight.shape[1] != dim or weight.dtype != rows.dtype:
         requirement = "both tables must have the same number of columns and dtype"
@@ -134,9 +135,9 @@ def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
         raise _error(requirement, tuple(ids.shape))
     is_plain = not isinstance(right, nn.Module) or type(right) in (Embedding, nn.Embedding)
     if ids.shape[0] != count:  # shared by all
-        return rows @ _look_up(right, ids[0]).T
+        return rows @ _look_up(right, ids[0], "right").T
     if not is_plain or table.max_norm is not None or uses_torch_ops([weight]) or not weight.is_leaf:
-        found = _look_up(right, ids)
+        found = _look_up(right, ids, "right")
         return (rows.view(count, *[1] * (ids.dim() - 1), dim) * found).sum(-1)
     if isinstance(right, nn.Module):
         call_forward_pre_hooks(right, ids)
@@ -160,9 +161,9 @@ class _RowsDot(torch.autograd.Function):
         else:
             result = found[0]
         ctx.options = weight.shape, table
+        ctx.weight = SavedTable(weight)
         # The ids are saved even if they are not used: they must not change before backward.
-        saved = rows, memory_of(weight), ids, result.indices, result.value_index
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(rows, ids, result.indices, result.value_index)
         return result.output.view(ids.shape)
 
     @staticmethod
@@ -171,8 +172,8 @@ class _RowsDot(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> Any:
-    rows, weight, ids, indices, value_index = ctx.saved_tensors
-    shape, table = ctx.options
+    rows, ids, indices, value_index = ctx.saved_tensors
+    (shape, table), weight = ctx.options, ctx.weight.memory()
     grad = grad.contiguous()
     rows_grad = weight_grad = None
     if ctx.needs_input_grad[0]:
@@ -234,22 +235,17 @@ def embedding_l2(
     """
     is_module = isinstance(table, nn.Module)
     module: Any = table if is_module else Weight(table)  # type: ignore[arg-type]
-    weight: Any = getattr(module, "weight", None)
-    if isinstance(weight, Tensor) and source_of(weight) is not None:
+    part = getattr(module, "weight", None)
+    if isinstance(part, Tensor) and source_of(part) is not None:
         got, remedy = "a sharded one", "Use decoupled weight decay"
         raise _error("table must be on this process", got, "embedding_l2", remedy)
     if is_module and type(module).forward not in _FORWARDS:
         requirement = "table must be an Embedding, an EmbeddingBag or a 2-D weight"
         raise _error(requirement, type(table).__name__, "embedding_l2")
-    _check_weight(weight, "table", "embedding_l2")
+    weight = _weight_of(table, "table", "embedding_l2")
     check_ids(module, weight, ids)
-    fits = isinstance(weights, Tensor) and weights.shape == ids.shape
-    if weights is not None and not (fits and weights.is_floating_point()):
-        requirement = f"weights must be a float tensor of the shape of the ids, {tuple(ids.shape)}"
-        got = type(weights).__name__
-        if isinstance(weights, Tensor):
-            got = f"a {weights.dtype} tensor of shape {tuple(weights.shape)}"
-        raise _error(requirement, got, "embedding_l2")
+    if weights is not None:
+        _check_l2_weights(weights, ids)
     if is_module:
         call_forward_pre_hooks(module, ids)
     ids = ids.reshape(-1)
@@ -293,11 +289,28 @@ def _l2_backward(ctx: Any, grad: Tensor) -> Any:
     return CompactGrad.of([part], ctx.shape, rows), None, None
 
 
-def _check_weight(weight: Any, name: str, who: str = "embedding_dot") -> None:
-    if not isinstance(weight, Tensor) or weight.dim() != 2:
-        is_tensor = isinstance(weight, Tensor)
-        got = f"shape {tuple(weight.shape)}" if is_tensor else type(weight).__name__
-        raise _error(f"{name} must be an embedding module or a 2-D weight", got, who)
+def _check_l2_weights(weights: Any, ids: Tensor) -> None:
+    requirement = f"weights must be a float tensor of the shape of the ids, {tuple(ids.shape)}"
+    if not isinstance(weights, Tensor):
+        raise _error(requirement, type(weights).__name__, "embedding_l2")
+    if not weights.is_floating_point() or weights.shape != ids.shape:
+        got = f"a {weights.dtype} tensor of shape {tuple(weights.shape)}"
+        raise _error(requirement, got, "embedding_l2")
+    if weights.layout is not torch.strided or weights.device != ids.device:
+        requirement = f"weights must be a strided tensor on the ids' device, {ids.device}"
+        raise _error(requirement, f"{weights.layout} on {weights.device}", "embedding_l2")
+
+
+def _weight_of(table: Any, name: str, who: str = "embedding_dot") -> Tensor:
+    weight = getattr(table, "weight", None) if isinstance(table, nn.Module) else table
+    requirement = f"{name} must be an embedding module or a 2-D weight"
+    if not isinstance(weight, Tensor):
+        raise _error(requirement, type(weight).__name__, who)
+    if weight.dim() != 2:
+        raise _error(requirement, f"shape {tuple(weight.shape)}", who)
+    if weight.layout is not torch.strided:
+        raise _error(requirement, weight.layout, who)
+    return weight
 
 
 def _error(

@@ -42,14 +42,12 @@ def fuse(model: Model, *, only: Only = None) -> Model:
     """Convert the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules of a model to ours, in place.
 
     The modules stay the same objects and keep their weights, hooks and options, so existing
-    optimizers and references keep working. A subclass of torch's modules keeps its class and its
-    methods, too.
-
-    So does one whose own ``forward`` reads the table by ``super().forward(ids)`` alone, such as the
-    scaled embeddings of Transformers. A module with any other ``forward``, or with a weight that is
-    computed from others, is not converted; a warning lists these modules, except for those that
-    ``only`` leaves out. Converted modules are logged (``logging.getLogger("sparsestep")``, level
-    INFO).
+    optimizers and references keep working. Subclasses of torch's modules are converted, too, and
+    keep their methods. If they have a ``forward``, it has to read the table by
+    ``super().forward(ids)`` alone, as those of Transformers' scaled embeddings do. Other modules,
+    and those with a weight that is computed from others, are not converted; a warning lists them,
+    except for those that ``only`` leaves out. Converted modules are logged
+    (``logging.getLogger("sparsestep")``, level INFO).
 
     Args:
         model: the model; may be a single embedding.
@@ -129,7 +127,7 @@ def _select(model: torch.nn.Module, tables: dict[str, Any], only: Only) -> dict[
         return tables
     if callable(only):
         return {name: table for name, table in tables.items() if only(name, table)}
-    # A module that is there under several names may be called by any of them.
+    # A module may have several names.
     everything = list(model.named_modules(remove_duplicate=False))
     with usable("fuse: only must be a name, a list of names, or a function of name and module"):
         names = [only] if isinstance(only, str) else list(only)
@@ -228,7 +226,7 @@ def _fused(kind: type) -> Any:
         return ours
 
     def reduce(self: Any, protocol: Any) -> Any:
-        # This class has no name to be found by when a module is loaded, or copied.
+        # Pickle cannot find this class by its name.
         made = super(fused, self).__reduce_ex__(max(2, protocol))
         if made[0] is copyreg.__newobj__ and made[1][0] is fused:  # type: ignore[attr-defined]
             return (_new, (kind, *made[1][1:]), *made[2:])

@@ -1,10 +1,11 @@
 """Lookups as operations of the graphs that ``torch.compile`` makes.
 
-No graph can hold a compact gradient, so that of a weight goes past it. The backward of the
-operation ``sparsestep::embed`` is an operation as well: it puts ids and gradient rows into the
-inbox of the table, and returns a zero for the table's *anchor*, a tensor of one element that was
-computed from the weight. Behind the graph, autograd asks the anchor for the gradient of the weight,
-which takes the parts from the inbox. What follows is as ever: hooks, accumulation, DDP.
+No graph can hold a compact gradient, so the gradient of a weight bypasses the graph. The backward
+of the operation ``sparsestep::embed`` is an operation as well: it puts ids and gradient rows into
+the inbox of the table, and returns a zero for the table's *anchor*, a tensor of one element that
+was computed from the weight. Behind the graph, autograd asks the anchor for the gradient of the
+weight, which takes the parts from the inbox. From there on, hooks, accumulation and DDP work as in
+eager mode.
 """
 
 from __future__ import annotations
@@ -95,10 +96,10 @@ _keys = itertools.count()
 
 
 class Anchor:
-    """How operations of a graph find a table, and its gradient the way to the weight.
+    """Connects the operations of a graph with a table and its weight.
 
-    A module keeps it, and the weight must not: the anchor keeps the weight. Copies of a module have
-    none.
+    The module owns it; the weight must not, since the anchor refers to the weight. Copies of a
+    module have none.
 
     Attributes:
         weight: the weight that it was made for.
@@ -124,7 +125,7 @@ class Anchor:
 
 
 def _made_for(weight: Tensor) -> Any:
-    """What autograd knows about a weight; if it changes, the weight needs another anchor."""
+    """Metadata that autograd keeps; if it changes, the weight needs another anchor."""
     return weight.shape, weight.dtype, weight.device, weight.requires_grad
 
 
@@ -164,7 +165,7 @@ def can_be_traced() -> bool:
 
 @assume_constant_result
 def _call_number() -> int:
-    """Tells calls with equal arguments apart, which a compiler would take for the same."""
+    """Return a new number, so that the compiler does not merge calls with equal arguments."""
     return next(_call_numbers)
 
 
@@ -440,7 +441,7 @@ def _autograd(ctx: Any, grads: list[Tensor | None]) -> Any:
 def _hash_ngrams(
     anchor: Tensor, tokens: Tensor, document_ids: Tensor | None, rows: int, bags: int
 ) -> tuple[Tensor, Tensor]:
-    """The rows of all n-grams, as many as there can be, and where bags start and the last ends."""
+    """The rows of all n-grams, padded to the largest possible number, and the bags' offsets."""
     table: Any = _inboxes[int(anchor)].table()
     found, offsets = table.bags(tokens, document_ids)
     ids = torch.zeros(tokens.numel() * rows, dtype=torch.int64, device=tokens.device)

@@ -30,7 +30,7 @@ def weight_of(who: str, table: Any, *, is_part: bool = False) -> nn.Parameter:
     ``is_part``: it is known to be this process's part of a sharded table.
     """
     if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
-        requirement = f"{who}: it must be an nn.Embedding or nn.EmbeddingBag"
+        requirement = f"{who}: the table must be an nn.Embedding or nn.EmbeddingBag"
         remedy = "Pass one of its tables" if isinstance(table, nn.Module) else ""
         raise InputError(message(requirement, f"a {type(table).__name__}", remedy))
     if isinstance(table, NgramEmbedding):
@@ -161,21 +161,21 @@ def prepare_grow(
     known = as_rule_optimizers("grow", weight, optimizers)
     have = len(weight)
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < have:
-        requirement = f"grow: rows must be a whole number, at least the {have} that there are"
+        requirement = f"grow: rows must be a whole number, at least the present {have}"
         raise InputError(message(requirement, repr(rows)))
     if init is not None and not callable(init):
         requirement = "grow: init must be a function that fills a tensor of rows in place"
         raise InputError(message(requirement, f"a {type(init).__name__}"))
     if weight.grad is not None:
-        requirement = "grow: a table that grows must have no gradient, which is for fewer rows"
+        requirement = "grow: the table must have no gradient"
         raise InputError(message(requirement, "one", "Call zero_grad() first"))
     if file_of(weight) is not None:
-        requirement = "a table that grows must not lie in a file, which has the size it was made"
-        remedy = "Make a file for all rows that there may be: unused rows take no room"
-        raise InputError(f"grow: {message(requirement, 'one that does', remedy)}")
+        requirement = "grow: the table must not be in a file, whose size is fixed"
+        remedy = "Create the file with all rows that you may need: unused ones take no space"
+        raise InputError(message(requirement, "one that is", remedy))
     if weight.is_cpu and weight.is_shared():
-        requirement = "grow: a table that grows must not be in shared memory"
-        raise InputError(message(requirement, "one that other processes may have"))
+        requirement = "grow: the table must not be in shared memory"
+        raise InputError(message(requirement, "one that other processes may use"))
     check_writable("grow: the weight of a table", memory_of(weight))
     first, end = (have, rows) if spare is None else (have - spare.before, rows - spare.after)
     if rows == have and first == end:

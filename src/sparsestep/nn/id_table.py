@@ -208,7 +208,7 @@ def unpack_state(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSna
     used, candidates, sightings, now, num_reused = found["numbers"].tolist()
     ids, counts, seen, few, times = (found[name].to("cpu").contiguous() for name in _TENSORS)
     saved = IdTableSnapshot(ids, counts, seen, few, times, used, candidates, sightings)
-    requirement = "it must be what state_dict() has written"
+    requirement = "must be a state_dict() of a Vocabulary"
     if not (
         options.shared <= used <= options.rows
         and 0 <= candidates <= options.candidates
@@ -217,8 +217,8 @@ def unpack_state(options: Options, found: Mapping[str, Any]) -> tuple[IdTableSna
     ):
         raise InputError(message(requirement, f"numbers {found['numbers'].tolist()}"))
     if any(bool(((each < 0) | (each >= 2**32)).any()) for each in (counts, seen, times)):
-        raise InputError(message(requirement, "counts that are none"))
+        raise InputError(message(requirement, "counts out of range"))
     known = cat([ids[options.shared : used], few[:candidates]])
     if known.unique().numel() != known.numel():
-        raise InputError(message(requirement, "an id that comes twice"))
+        raise InputError(message(requirement, "a duplicate id"))
     return saved, now, num_reused

@@ -1,4 +1,4 @@
-"""Where torch looks into a call: torch.compile, torch.export, the transforms of torch.func."""
+"""Lookups under torch.compile, torch.export, the transforms of torch.func, and DDP."""
 
 from __future__ import annotations
 

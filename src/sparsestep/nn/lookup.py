@@ -24,7 +24,7 @@ from sparsestep._torch import (
     uses,
     uses_of_memory,
 )
-from sparsestep.deferred.tracking import catch_up_guarded
+from sparsestep.deferred.tracking import catch_up_guarded, version_for_readers
 from sparsestep.errors import InputError, RangeError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.indexed import IndexedGrad
@@ -131,6 +131,8 @@ def embed(lookups: list[Lookup]) -> list[Tensor]:
         return [embed_with_torch(each) if alone else embed([each])[0] for each in lookups]
     results = _look_up_natively(lookups)
     if results is None:
+        if lookups[0].mode == ROWS and is_nested(lookups[0].ids):
+            return [_embed_nested(lookups[0])]
         lookups = [check_lookup(lookup) for lookup in lookups]
         if not all(lookup.weight.is_leaf for lookup in lookups):
             # A weight computed from others gets torch's gradient, which these operations can take.
@@ -146,6 +148,14 @@ def embed(lookups: list[Lookup]) -> list[Tensor]:
                 materialize_for_ddp(weights)
                 return list(_Embed.apply(lookups, results, *tensors))
     return [result.output for result in results]
+
+
+def _embed_nested(lookup: Lookup) -> Tensor:
+    """Look up rows by nested ids, as a nested tensor."""
+    ids: Any = lookup.ids
+    _check_nested(lookup.table, "ids", ids)
+    rows = embed([lookup._replace(ids=ids.values())])[0]
+    return torch.nested.nested_tensor_from_jagged(rows, ids.offsets())
 
 
 def embed_with_torch(lookup: Lookup) -> Tensor:
@@ -251,13 +261,14 @@ def check_lookup(lookup: Lookup) -> Lookup:
     if lookup.mode == ROWS:
         check_ids(table, weight, ids)
         return lookup
-    if isinstance(ids, Tensor) and ids.is_nested:
-        if weights is not None and not weights.is_nested:
-            requirement = "with nested ids, per_sample_weights must be nested, too"
-            raise lookup_error(table, requirement, "an ordinary tensor")
-        weights = None if weights is None else weights.values().reshape(-1)
-        offsets, include_last_offset = ids.offsets(), True  # type: ignore[attr-defined]
-        ids = ids.values().reshape(-1)
+    if is_nested(ids):
+        nested: Any = ids
+        _check_nested(table, "ids", nested)
+        if nested.dim() != 2:
+            raise lookup_error(table, "nested ids of bags must be 2-D", f"{nested.dim()}-D ones")
+        if weights is not None:
+            weights = _flat_like(table, nested, weights)
+        ids, offsets, include_last_offset = nested.values(), nested.offsets(), True
     check_ids(table, weight, ids)
     if lookup.mode < 0:
         raise lookup_error(table, "mode has to be one of sum, mean or max", repr(table.mode))
@@ -286,6 +297,32 @@ def check_lookup(lookup: Lookup) -> Lookup:
     )
 
 
+def is_nested(ids: Any) -> bool:
+    """Whether ids are a nested tensor."""
+    return isinstance(ids, Tensor) and ids.is_nested
+
+
+def _check_nested(table: nn.Module, name: str, tensor: Any) -> None:
+    if tensor.layout is not torch.jagged:
+        raise lookup_error(table, f"nested {name} must have layout=torch.jagged", tensor.layout)
+    if not tensor.is_contiguous():  # its values may have gaps
+        requirement = f"nested {name} must be contiguous"
+        raise lookup_error(table, requirement, "others", "Call contiguous() on them")
+
+
+def _flat_like(table: nn.Module, ids: Any, weights: Any) -> Tensor:
+    """The values of nested per_sample_weights, which must have the lengths of the ids."""
+    if not is_nested(weights):
+        requirement = "with nested ids, per_sample_weights must be nested, too"
+        raise lookup_error(table, requirement, "an ordinary tensor")
+    _check_nested(table, "per_sample_weights", weights)
+    if not torch.equal(weights.offsets(), ids.offsets()):
+        requirement = "nested per_sample_weights must have the lengths of the ids"
+        raise lookup_error(table, requirement, "others")
+    values: Tensor = weights.values()
+    return values
+
+
 def lookup_error(
     table: nn.Module,
     requirement: str,
@@ -301,12 +338,18 @@ def lookup_error(
     return kind(f"{who} ({size}): {message(requirement, got, remedy)}")
 
 
+def check_strided(table: nn.Module, name: str, tensor: Tensor) -> None:
+    """Raise InputError for a sparse or nested tensor."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        got = "a nested one" if tensor.is_nested else tensor.layout
+        raise lookup_error(table, f"{name} must be a strided tensor", got)
+
+
 def check_ids(table: nn.Module, weight: Tensor, ids: Any) -> None:
     """Raise RangeError for the first id outside the table, with its position."""
     if not isinstance(ids, Tensor) or ids.dtype not in INDEX_DTYPES:
         raise lookup_error(table, "ids must be an int64 or int32 tensor", describe(ids))
-    if ids.layout not in (torch.strided, torch.jagged):
-        raise lookup_error(table, "ids must be a strided or nested tensor", ids.layout)
+    check_strided(table, "ids", ids)
     if ids.device != weight.device:
         raise lookup_error(table, f"ids must be on the table's device, {weight.device}", ids.device)
     rows = weight.shape[0]
@@ -324,6 +367,7 @@ def _check_offsets(table: nn.Module, ids: Tensor, offsets: Any, *, with_last: bo
         requirement = "1-D ids need offsets, a 1-D int64 or int32 tensor of where each bag begins"
         remedy = "Pass 2-D ids for bags of equal length" if offsets is None else ""
         raise lookup_error(table, requirement, describe(offsets), remedy)
+    check_strided(table, "offsets", offsets)
     if offsets.device != ids.device:
         requirement = f"offsets must be on the ids' device, {ids.device}"
         raise lookup_error(table, requirement, offsets.device)
@@ -357,6 +401,7 @@ def _check_per_sample_weights(table: Any, weight: Tensor, ids: Tensor, weights: 
     if not isinstance(weights, Tensor) or weights.dtype != weight.dtype:
         requirement = f"per_sample_weights must be a tensor of the table's dtype, {weight.dtype}"
         raise lookup_error(table, requirement, describe(weights))
+    check_strided(table, "per_sample_weights", weights)
     if weights.shape != ids.shape:
         requirement = f"per_sample_weights must have the shape of the ids, {tuple(ids.shape)}"
         raise lookup_error(table, requirement, tuple(weights.shape))
@@ -366,13 +411,35 @@ def _check_per_sample_weights(table: Any, weight: Tensor, ids: Tensor, weights: 
 
 
 def describe(thing: object) -> str:
-    """Describe an argument that should be a tensor of integers."""
+    """Describe an argument that should be another kind of tensor."""
     if not isinstance(thing, Tensor):
         return "None" if thing is None else f"a {type(thing).__name__}"
+    if thing.is_nested:
+        return "a nested tensor"
     return f"a {thing.dtype} tensor of shape {tuple(thing.shape)}"
 
 
 # Gradients
+
+
+class SavedTable:
+    """A table whose rows backward reads again.
+
+    Autograd would refuse it if another lookup has caught up deferred rows in the meantime.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        self._version = version_for_readers(weight)
+
+    def memory(self) -> Tensor:
+        """Return the table, or refuse one that was changed."""
+        if version_for_readers(self._weight) != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: an embedding's weight, of shape {tuple(self._weight.shape)}."
+            )
+        return memory_of(self._weight)
 
 
 class _Embed(torch.autograd.Function):
@@ -383,7 +450,7 @@ class _Embed(torch.autograd.Function):
         ctx: Any, lookups: list[Lookup], results: list[LookupResult], *tensors: Any
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.lookups = []
+        ctx.lookups, ctx.tables = [], []
         saved: list[Tensor | None] = []
         outputs = []
         needs_weights_grad = ctx.needs_input_grad[2 + len(lookups) :]
@@ -395,7 +462,8 @@ class _Embed(torch.autograd.Function):
             if result.indices is not None and weights is None:
                 offsets = None  # the bag of each id is known
             # The ids are saved even if they are not used: they must not change before backward.
-            saved += (memory_of(weight) if needs_table else None, ids, offsets, weights, *found)
+            saved += (ids, offsets, weights, *found)
+            ctx.tables.append(SavedTable(weight) if needs_table else None)
         ctx.save_for_backward(*saved)
         return tuple(outputs)
 
@@ -412,7 +480,8 @@ def _backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[n]
         if grad is None:
             continue
-        weight, ids, offsets, weights, *result = saved[per_table * n : per_table * (n + 1)]
+        ids, offsets, weights, *result = saved[per_table * n : per_table * (n + 1)]
+        weight: Any = None if ctx.tables[n] is None else ctx.tables[n].memory()
         lookup = Lookup(weight, ids, offsets, include_last_offset, weights, *options)
         if needs_grad[n]:
             part = weight_grad(shape, lookup, LookupResult(grad, *result), grad)

@@ -15,7 +15,7 @@ from sparsestep.errors import InputError, RangeError, message
 from sparsestep.memory.tensors import INDEX_DTYPES
 from sparsestep.nn.graph import embed_in_graph, fit_graph
 from sparsestep.nn.interop import excluded_from_compile, replaced_in_graphs, uses_torch_ops
-from sparsestep.nn.lookup import bag_lookup, describe, embed, lookup_error
+from sparsestep.nn.lookup import bag_lookup, check_strided, describe, embed, lookup_error
 
 
 class NgramEmbedding(nn.EmbeddingBag):
@@ -46,8 +46,8 @@ class NgramEmbedding(nn.EmbeddingBag):
         combine: ``"sum"`` adds up the rows of a position; ``"cat"`` concatenates them, order by
             order and, within an order, head by head.
         seed: another seed gives another hash.
-        weight: the table, ``[num_embeddings, embedding_dim]``, used as it is. By default it is
-            drawn from a normal distribution, as that of ``nn.Embedding``.
+        weight: the table, ``[num_embeddings, embedding_dim]``, used without a copy. By default it
+            is drawn from a normal distribution, as that of ``nn.Embedding``.
 
     Attributes:
         weight: the table.
@@ -87,7 +87,7 @@ class NgramEmbedding(nn.EmbeddingBag):
         _check_integer("embedding_dim", embedding_dim, 1)
         _check_integer("heads", heads, 1)
         _check_integer("seed", seed, 0)
-        if not isinstance(orders, list | tuple) or not orders:
+        if not isinstance(orders, Sequence) or not orders:
             raise _error("orders must be a list of one or more integers", repr(orders))
         for order in orders:
             _check_integer("each of orders", order, 1)
@@ -189,7 +189,7 @@ class NgramEmbedding(nn.EmbeddingBag):
         Returns:
             ``ngrams``, the number of distinct n-grams, of all orders; ``rows``, the number of
             distinct rows that they have; ``collision_rate``, the fraction of these n-grams, each
-            counted once per head, that share a row with another. To be expected are about
+            counted once per head, that share a row with another. Expect about
             ``1 - exp(-ngrams * heads / num_embeddings)``.
 
         Raises:
@@ -246,7 +246,7 @@ class NgramEmbedding(nn.EmbeddingBag):
         return rows[is_present], functional.pad(sizes.cumsum(0), (1, 0))
 
     def _embed_with_torch(self, tokens: Tensor, document_ids: Tensor | None) -> Tensor:
-        """The same with shapes that depend on no value, and torch's gradient."""
+        """Look up in torch operations whose shapes do not depend on values."""
         self._check_inputs(tokens, document_ids)
         rows, is_present = self._hash(tokens, document_ids)
         found = functional.embedding(rows, self.weight)
@@ -277,10 +277,10 @@ class NgramEmbedding(nn.EmbeddingBag):
         """Refuse what is wrong whatever the values."""
         if not isinstance(tokens, Tensor) or tokens.dtype not in INDEX_DTYPES:
             raise lookup_error(self, "tokens must be an int64 or int32 tensor", describe(tokens))
-        is_strided, device = tokens.layout is torch.strided, self.weight.device
-        if not is_strided or tokens.dim() != 2:
-            got = f"shape {tuple(tokens.shape)}" if is_strided else tokens.layout
-            raise lookup_error(self, "tokens must be a strided tensor [batch, time]", got)
+        device = self.weight.device
+        check_strided(self, "tokens", tokens)
+        if tokens.dim() != 2:
+            raise lookup_error(self, "tokens must have shape [batch, time]", tuple(tokens.shape))
         if tokens.device != device:
             requirement = f"tokens must be on the table's device, {device}"
             raise lookup_error(self, requirement, tokens.device)
@@ -289,6 +289,7 @@ class NgramEmbedding(nn.EmbeddingBag):
         if not isinstance(document_ids, Tensor) or document_ids.dtype not in INDEX_DTYPES:
             requirement = "document_ids must be an int64 or int32 tensor"
             raise lookup_error(self, requirement, describe(document_ids))
+        check_strided(self, "document_ids", document_ids)
         if document_ids.shape != tokens.shape or document_ids.device != device:
             requirement = f"document_ids must have the shape of the tokens, {tuple(tokens.shape)}"
             got = f"{tuple(document_ids.shape)} on {document_ids.device}"

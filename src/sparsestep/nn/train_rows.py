@@ -71,7 +71,7 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
 
 
 def _call(model: nn.Module, method: str) -> Any:
-    """What a model of Transformers answers; ``None`` for other models, or if it does not know."""
+    """Call a method of a Transformers model; ``None`` if the model does not implement it."""
     found = getattr(model, method, None)
     try:
         return found() if callable(found) else None

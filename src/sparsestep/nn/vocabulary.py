@@ -397,7 +397,7 @@ class Vocabulary(nn.Module):
             (tensor([0, 2, 3]), {5: 1, 6: 2, 7: 3})
         """
         if not isinstance(other, Vocabulary) or other.options.shared != self.options.shared:
-            requirement = "Vocabulary.merge: it must be another Vocabulary with as many shared rows"
+            requirement = "Vocabulary.merge: other must be a Vocabulary with as many shared rows"
             raise InputError(message(requirement, other))
         with other.lock, memory_errors():
             theirs = other.id_table.save()

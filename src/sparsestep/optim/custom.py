@@ -14,7 +14,7 @@ from sparsestep.errors import InputError, message
 from sparsestep.grads.masks import Masks
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.options import GROUP_DEFAULTS, OPTIMIZER_OPTIONS, EngineName, Semantics
-from sparsestep.rules.rule import Rule, StateSpec
+from sparsestep.rules.rule import Rule, StateSpec, fits_float32
 
 Formula = Callable[..., Any]
 
@@ -171,7 +171,8 @@ def _state_specs(argument: str, given: Any, per_row: bool = False) -> list[State
         raise InputError(message(requirement, repr(given)))
     specs = []
     for name, first in (given or {}).items():
-        if not isinstance(name, str) or not isinstance(first, int | float):
+        is_number = isinstance(first, int | float) and fits_float32(first)
+        if not isinstance(name, str) or not is_number:
             raise InputError(message(requirement, repr(given)))
         if name == "step":
             requirement = f"{argument} must not use the name of the step count"
@@ -182,7 +183,7 @@ def _state_specs(argument: str, given: Any, per_row: bool = False) -> list[State
 
 
 def _check_signature(function: Formula, specs: tuple[StateSpec, ...]) -> inspect.Signature:
-    if not callable(function) or not hasattr(function, "__name__"):
+    if not callable(function) or not hasattr(function, "__qualname__"):
         remedy = "Name its state in state= or row_state="
         raise InputError(message("rule must get a function", repr(function), remedy))
     name = function.__name__

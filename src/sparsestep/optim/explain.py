@@ -105,7 +105,7 @@ def state_bytes(param_state: Mapping[str, Any] | None) -> int:
 # Embeddings with dense gradients, which cost a pass over the table: a forgotten ``sparse=True``, or
 # an L2 penalty in the loss, which makes any gradient dense. A large matrix is such an embedding if
 # its dense gradient is zero in most rows, or the same multiple of the matrix. The weight of a
-# linear layer, as large as it may be, has a gradient of its own in nearly every row.
+# linear layer has an unrelated gradient in nearly every row, however large it is.
 
 DENSE_EMBEDDING = (
     "dense gradient for an embedding: pass sparse=True, or call sparsestep.nn.fuse(model)."
@@ -143,12 +143,12 @@ def explain_density(param: Tensor, *, is_deferred: bool) -> str:
     if is_deferred and share > _DENSE_IS_FASTER_DEFERRED:
         return (
             "sparse gradient in more than a quarter of the rows: with semantics='dense', a dense "
-            "one (sparse=False) is faster."
+            "one (torch.nn.Embedding, sparse=False) is faster."
         )
     if share > _DENSE_IS_FASTER:
         return (
-            "sparse gradient in more than half of the rows: a dense one (sparse=False) is faster, "
-            "but moves all rows."
+            "sparse gradient in more than half of the rows: a dense one (torch.nn.Embedding, "
+            "sparse=False) is faster, but moves all rows."
         )
     return ""
 

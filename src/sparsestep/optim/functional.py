@@ -229,7 +229,7 @@ def apply_(
         gradient = indexed_grad(param, grad, row_slots=rule.needs_whole_rows)
         tensors = _check_state(rule, param, state)
         if mask is not None:
-            masks.check_masks([mask], [param])
+            masks.check_mask("mask", mask, param)
             selection = masks.MaskSelection(mask, param.shape).refresh()
             by_row = rule.needs_whole_rows
             gradient = masks.apply_mask(gradient, selection, param.numel(), by_row=by_row)
@@ -452,7 +452,11 @@ class FunctionalOptimizer:
             return
         with self._adding_lock:  # or a new one might be removed again
             params = list(self.param_group["params"])
-        gradients = list(gradients)
+        try:
+            gradients = list(gradients)
+        except TypeError:
+            requirement = f"{type(self).__name__}: step needs a list of gradients"
+            raise InputError(message(requirement, f"a {type(gradients).__name__}")) from None
         if len(params) != len(gradients):
             raise InputError(
                 f"{type(self).__name__}: expected {counted(len(params), 'gradient')}, got "

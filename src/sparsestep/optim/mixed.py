@@ -14,7 +14,7 @@ from sparsestep.optim.param_groups import ParamGroup
 
 
 def _by_group(name: str) -> Any:
-    """A method that the optimizer of the param group's class has."""
+    """Return a method that calls the method of the group's own optimizer."""
 
     def call(self: MixedOptimizer, group: dict[str, Any], *args: Any) -> Any:
         return getattr(self.optimizer_of(group), name)(group, *args)
@@ -67,13 +67,13 @@ class MixedOptimizer(RuleOptimizer, Optimizer):
         finally:
             self.defaults = before
 
-    # What a class declares, by group.
+    # Attributes of a class, read from the group's own.
 
     @property
     def group_options(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The options of all classes."""
+        """The options of all classes, and the name of the class."""
         names = ((*each.option_names, *each.group_options) for each in self.optimizers.values())
-        return tuple(dict.fromkeys(name for each in names for name in each))
+        return tuple(dict.fromkeys(name for each in (("optimizer",), *names) for name in each))
 
     def check_params(self, group_index: int, group: ParamGroup) -> None:
         """Refuse parameters that the optimizer cannot work with."""

@@ -166,7 +166,7 @@ class NAdam(RuleOptimizer, Optimizer):
         _torch_kernel(replace(batch, state={**batch.state, "mu_product": products}))
 
     def state_dict(self, *, packed: bool = False) -> StateDict:
-        """Like torch's, with ``mu_product``. All rows are brought up to date first."""
+        """Like torch's, with ``mu_product``. All rows catch up first."""
         found = super().state_dict(packed=packed)
         for group in found["param_groups"]:
             for key in group["params"]:

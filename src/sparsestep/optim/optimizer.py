@@ -234,7 +234,9 @@ class RuleOptimizer(_Base):
         if sparse:
             requirement = f"{name} requires dense parameter tensors"
             remedy = "Train their values instead: torch.nn.Parameter(weight.values())"
-            if params[sparse[0][1]].layout is torch.strided:
+            if params[sparse[0][1]].is_mkldnn:
+                remedy = "Train weight.to_dense() instead"
+            elif params[sparse[0][1]].layout is torch.strided:
                 remedy = "Train the dense weight with mask=, and compress it once it is trained"
             raise InputError(f"Sparse params at indices {sparse}: {requirement}. {remedy}.")
         imaginary = [[group_index, i] for i, param in enumerate(params) if param.is_complex()]
@@ -662,7 +664,7 @@ class RuleOptimizer(_Base):
                     self.state[param] = param_state
 
     def _complete_on_demand(self) -> None:
-        """Have torch's checkpoints find state for every parameter."""
+        """Let torch's checkpoints create missing state."""
         if not isinstance(self.state, states.OptimizerState):
             self.state = states.OptimizerState(self.state, self.complete_state)
 
@@ -764,12 +766,27 @@ class RuleOptimizer(_Base):
         writes: RowWrites,
         *,
         is_overwritten: bool = False,
-        values: list[float] | None = None,
     ) -> None:
         """Add the reset of the rows' state to ``writes``: everything that can raise.
 
         Rows of the parameter that are overwritten as well need not catch up.
         """
+        self.group_of(param)  # raises if there is none
+        if is_distributed(param):
+            requirement = "state of parameters that are sharded across processes cannot be reset"
+            raise InputError(message(requirement, "a DTensor"))
+        self._prepare_row_reset(param, rows, writes, is_overwritten=is_overwritten)
+
+    def _prepare_row_reset(
+        self,
+        param: Tensor,
+        rows: Tensor,
+        writes: RowWrites,
+        *,
+        is_overwritten: bool = False,
+        values: list[float] | None = None,
+    ) -> None:
+        """The same for rows of the local part, which start over from ``values``."""
         tensors, defaults = self._resettable_state(param)
         values = values if tensors and values is not None else defaults
         memory = memory_of(param)
@@ -796,9 +813,6 @@ class RuleOptimizer(_Base):
     def _resettable_state(self, param: Tensor) -> tuple[list[Tensor], list[float]]:
         """Return the state tensors of a parameter, writable, and their initial values."""
         group = self.group_of(param)
-        if is_distributed(param):
-            requirement = "state of parameters that are sharded across processes cannot be reset"
-            raise InputError(message(requirement, "a DTensor"))
         memory, (rule, param_state, layout) = memory_of(param), self.stored_state(param)
         if not param_state or not states.is_complete(rule, param_state):
             return [], []
@@ -814,6 +828,7 @@ class RuleOptimizer(_Base):
         rule = self.stored_rule_for(self.group_of(param), memory_of(param), param_state)
         return rule, param_state, self.store.layout_of(rule, param, param_state)
 
+    @torch.inference_mode(False)
     def set_mask(
         self, param: Tensor, mask: Tensor | None, *, initial: Mapping[str, float] | None = None
     ) -> None:
@@ -833,7 +848,7 @@ class RuleOptimizer(_Base):
         Args:
             param: one of this optimizer's parameters.
             mask: a bool tensor over the rows or the elements of the parameter, as in the option
-                ``mask``; ``None`` to train all of it.
+                ``mask``; ``None`` to train all of it. Of a DTensor, the same on all ranks.
             initial: numbers by names of the state, for entries that are new; for state per row, for
                 rows without an entry that stays. Without state, before the first step, it has no
                 effect.
@@ -875,7 +890,8 @@ class RuleOptimizer(_Base):
         params = group["params"]
         defers = self.semantics == "dense"
         masks.check_masks(group.get("mask"), params, defers=defers)
-        masks.check_masks([mask], [memory], defers=defers)
+        whole = param if is_distributed(param) else memory
+        masks.check_mask("the mask", mask, whole, defers=defers)
         old = _mask_of(group, param)
         stored, _, layout = self.stored_state(param)
         if mask is not None and mask is old and layout is None:
@@ -890,14 +906,15 @@ class RuleOptimizer(_Base):
         if layout is not None or packed is not None:
             calls = self._prepare_layout(param, layout, packed, old, mask, values, writes)
         else:
-            changed = masks.changed_entries(old, mask, memory.shape)
+            before, after = (m if m is None else masks.local_mask(m, param) for m in (old, mask))
+            changed = masks.changed_entries(before, after, memory.shape)
             if changed is not None and changed.shape == memory.shape[:1]:
                 rows = changed.reshape(-1)
-                is_new = rows if mask is None else rows & mask.reshape(-1)
-                self.prepare_forget(param, (rows & ~is_new).nonzero().squeeze(1), writes)
-                self.prepare_forget(param, is_new.nonzero().squeeze(1), writes, values=values)
+                is_new = rows if after is None else rows & after.reshape(-1)
+                self._prepare_row_reset(param, (rows & ~is_new).nonzero().squeeze(1), writes)
+                self._prepare_row_reset(param, is_new.nonzero().squeeze(1), writes, values=values)
             elif changed is not None:
-                self._prepare_reset(param, changed, old, mask, values, writes)
+                self._prepare_reset(param, changed, before, after, values, writes)
         known = zip(params, masks.per_param(group.get("mask"), params), strict=True)
         listed = [mask if each is param else its_mask for each, its_mask in known]
         if all(each is None for each in listed):
@@ -1106,8 +1123,9 @@ class RuleOptimizer(_Base):
         for group_index, group in enumerate(self.param_groups):
             selections = None
             if group.get("mask") is not None:
-                settings = self.settings(group_index)
-                selections = self.groups.selections(self, group_index, group, settings)
+                with error_prefix(f"{type(self).__name__}: param group {group_index}"):
+                    settings = self.settings(group_index)
+                    selections = self.groups.selections(self, group_index, group, settings)
             for index, param in enumerate(group["params"]):
                 if id(param) in seen or is_lazy(param):
                     continue
@@ -1135,7 +1153,7 @@ class RuleOptimizer(_Base):
     # Checkpoints and pickles
 
     def state_dict(self, *, packed: bool = False) -> StateDict:
-        """Like torch's. All rows are brought up to date first, so it is an ordinary checkpoint.
+        """Like torch's. All rows catch up first, so it is an ordinary checkpoint.
 
         With a mask by rows, ``torch.save`` writes the state of the rows that have moved, as sparse
         tensors, if that takes less than half the space. In memory it has all rows.
@@ -1155,14 +1173,15 @@ class RuleOptimizer(_Base):
             }
         return found
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a checkpoint of this class or of torch's class with the same state.
 
         The state keeps its own precision (torch would cast it to the parameter's), and is copied.
         Options that the checkpoint does not know keep the values that they have. State of elements
         that a mask excludes is not loaded if the state is packed. A checkpoint that does not fit is
-        refused, and nothing is changed. Under ``semantics="dense"`` rows are brought up to date
-        first, for the parameters themselves are no part of the checkpoint.
+        refused, and nothing is changed. Under ``semantics="dense"`` rows catch up first, since
+        the parameters themselves are not part of the checkpoint.
         """
         given: Any = state_dict
         if not isinstance(given, Mapping):
@@ -1212,8 +1231,10 @@ class RuleOptimizer(_Base):
         if loading is not None:
             self._restore(loading, state)
         self.store.layouts.update(state.pop("layouts", {}))
+        defaults = state.get("defaults") or self.defaults
+        has_differentiable = "differentiable" in defaults
         super().__setstate__(state)
-        if "differentiable" not in self.option_names:  # torch has put it there
+        if not has_differentiable:  # torch has added it
             self.defaults.pop("differentiable", None)
         self._complete_on_demand()
 
@@ -1262,7 +1283,7 @@ def _check_reset(
 def _reset_rows(
     state: Iterable[tuple[Tensor, float, float]], before: Tensor, after: Tensor, writes: RowWrites
 ) -> None:
-    """Have state per row start over where two masks have no element in common.
+    """Reset the state of rows in which two masks have no element in common.
 
     Each tensor comes with its value for rows with new elements, and that for all others.
     """

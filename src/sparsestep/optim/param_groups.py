@@ -168,6 +168,9 @@ def _read_settings(
     for name in rule.hyperparam_names:
         # Some options only the element-wise rule has: the neutral value then.
         value = group[name] if name in group else options.NO_OP_VALUES[name][0]
+        if name in own and isinstance(value, Tensor) and value.is_meta:
+            requirement = f"{name} must be a number, or a tensor with values in memory"
+            raise InputError(message(requirement, "a tensor on meta"))
         hyperparams[name] = value if name in own else options.as_floats(value)
     lr = group.get("lr", 0.0)
     if isinstance(lr, Tensor) and lr.numel() == 1 and "lr" in hyperparams:

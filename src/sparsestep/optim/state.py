@@ -23,7 +23,7 @@ from sparsestep.memory.huge_pages import HugePages
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, INTEGER_DTYPES, memory_of
 from sparsestep.rules.options import RowConstraint, as_float, uses_random_rounding
-from sparsestep.rules.rule import Rule, StateSpec
+from sparsestep.rules.rule import Rule, StateSpec, fits_float32
 
 if TYPE_CHECKING:
     from sparsestep.optim.optimizer import RuleOptimizer
@@ -63,11 +63,11 @@ def packs_by(
 ) -> bool:
     """Whether a mask packs the state per element of a parameter: one value for each kept one.
 
-    State per row is small as it is. State in files and on other devices, that of sharded tables, of
+    State per row is never packed. State in files and on other devices, of sharded tables, of
     parameters that are not contiguous, of complex rows, and of rows with a constraint keeps the
-    parameter's shape. So does int8 state that does not start at zero, which elements cannot go back
-    to, and that of ``dense="elementwise"``, whose shape says what is in it. Triton's kernels, which
-    an interpreter runs on the CPU, have one index for parameter and state.
+    parameter's shape. So does int8 state that does not start at zero, since single elements cannot
+    be reset, and state of ``dense="elementwise"``, whose shape tells which formula it belongs to.
+    Triton's kernels use one index for parameter and state.
     """
     return (
         mask.dim() > 1
@@ -93,7 +93,7 @@ def packed_layout(
 
 
 def state_shape(spec: StateSpec, param: Tensor, packed: PackedMask | None = None) -> torch.Size:
-    """The shape of a state tensor: the parameter's, its first dim alone, or what a mask keeps."""
+    """Return the shape of a state tensor: the parameter's, its rows, or its kept elements."""
     if spec.per_row:
         return param.shape[:1]
     if packed is not None and packed.shape == param.shape:
@@ -111,8 +111,8 @@ def relayout(
 ) -> list[Tensor]:
     """Copy state per element into another layout; ``None`` is that of a parameter of this shape.
 
-    Elements that the old layout does not have get their state's value in ``values``. State per row
-    is returned as it is.
+    Elements that the old layout lacks get the initial value of their state, from ``values``. State
+    per row is returned unchanged.
 
     Example:
         >>> masks = torch.tensor([[True, True, False]]), torch.tensor([[False, True, True]])
@@ -148,7 +148,7 @@ def relayout(
 def state_dtype_for(
     spec: StateSpec, param: Tensor, state_dtype: torch.dtype | None = None
 ) -> torch.dtype:
-    """The dtype of a state tensor: what was asked for, else the parameter's, at least float32.
+    """Return the dtype of a state tensor: ``state_dtype``, else the parameter's, at least float32.
 
     Running averages in half precision stall: an average of 0.25 in bfloat16 no longer moves when a
     thousandth of the new value is added to it.
@@ -170,7 +170,7 @@ def replace_layout(
     old: PackedMask | None,
     new: PackedMask | None,
 ) -> list[Tensor]:
-    """Return the state of a parameter in another layout, to take the place of what it has."""
+    """Return the state of a parameter in another layout, as its replacement."""
     if any(tensor.is_shared() for tensor in tensors):
         requirement = "a mask over elements must not change once the state is in shared memory"
         raise InputError(message(requirement, "state that other processes may have"))
@@ -208,8 +208,10 @@ def initial_values(
         names = ", ".join(rule.state_names) or "none"
         raise InputError(message(f"initial must be a dict by names of the state ({names})", given))
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            raise InputError(message(f"initial[{name!r}] must be a number", repr(value)))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or value != value or not fits_float32(value):
+            requirement = f"initial[{name!r}] must be a number that float32 can hold"
+            raise InputError(message(requirement, repr(value)))
     return [float(given.get(spec.name, initial_value(spec, options))) for spec in rule.state]
 
 
@@ -263,7 +265,8 @@ def check_state(
         if not isinstance(tensor, Tensor):
             requirement = f"the state must have a tensor {spec.name!r}"
             remedy = "Set back the option that needs it, or make a new optimizer"
-            raise InputError(message(requirement, ", ".join(map(str, state)), remedy))
+            got = type(tensor).__name__ if spec.name in state else ", ".join(map(str, state))
+            raise InputError(message(requirement, got, remedy))
         tensor = memory_of(tensor)
         same_device = (on_cpu and tensor.is_cpu) or tensor.device == param.device
         wanted = state_shape(spec, param, packed)
@@ -296,7 +299,7 @@ def check_state(
 
 
 def check_step(rule: Rule, state: Mapping[str, Any]) -> None:
-    """Refuse a state that does not say how many steps were taken, under a rule that needs it."""
+    """Refuse a state without a valid step count, if the rule needs one."""
     count = state.get("step")
     if isinstance(count, int | float) or (count is None and not rule.counts_steps):
         return
@@ -448,6 +451,8 @@ def check_rows(name: str, rows: Tensor, param: Tensor) -> Tensor:
     if not isinstance(rows, Tensor) or rows.dtype not in INTEGER_DTYPES:
         got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise InputError(message("rows must be an integer tensor", got))
+    if rows.layout is not torch.strided or rows.is_nested:
+        raise InputError(message("rows must be a strided tensor", rows.layout))
     rows, count = rows.reshape(-1).long(), len(param) if param.dim() else 1
     outside = parameters.out_of_range(rows, count)
     if outside is not None:

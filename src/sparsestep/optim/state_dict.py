@@ -35,8 +35,8 @@ def read_state_dict(
     """Read the state dict of this class or of torch's; changes nothing.
 
     Options in ``names`` keep their value if the checkpoint does not know them. Returns ``None`` if
-    the numbers of groups or parameters differ, for torch to refuse. Without ``copy``, tensors are
-    used as they are if their dtype and memory allow it.
+    the numbers of groups or parameters differ, for torch to refuse. Without ``copy``, tensors
+    that already fit are not copied.
     """
     who = type(optimizer).__name__
     with error_prefix(who):
@@ -196,6 +196,9 @@ def _check_tensor(
     if not isinstance(value, Tensor):
         held = f"{value!r}" if spec.name in saved else f"one with {', '.join(map(str, saved))}"
         raise InputError(message(f"its state must have a tensor {spec.name!r}", held))
+    if value.is_meta and not param.is_meta:
+        requirement = f"its state {spec.name!r} must have values"
+        raise InputError(message(requirement, "a tensor on the meta device"))
     wanted = states.state_shape(spec, param, packed)
     if value.shape != wanted:
         requirement = f"its state {spec.name!r} must have shape {tuple(wanted)}, like the parameter"
@@ -210,13 +213,15 @@ def _check_step(saved: Mapping[str, Any]) -> None:
     count = saved.get("step")
     requirement = "its state must have 'step', the number of steps taken"
     if isinstance(count, Tensor):
-        if count.numel() != 1 or count.is_complex():
-            raise InputError(message(requirement, f"a tensor of shape {tuple(count.shape)}"))
+        if count.numel() != 1 or count.is_complex() or count.is_meta:
+            raise InputError(
+                message(requirement, f"a tensor of shape {tuple(count.shape)} on {count.device}")
+            )
         count = count.item()
     if isinstance(count, bool) or not isinstance(count, int | float):
         got = f"{count!r}" if "step" in saved else f"one with {', '.join(map(str, saved))}"
         raise InputError(message(requirement, got))
-    if not 0 <= count < float("inf"):
+    if not 0 <= count < 1 << 53:
         raise InputError(message(requirement, count))
 
 

@@ -98,7 +98,7 @@ def new_update(
         gradient = gradient._replace(element_mask=None)  # other elements of a slot count as zero
     tensors = None
     if selection is not None and selection.shape != memory.shape:
-        masks.check_masks(selection.mask, [memory])
+        masks.check_mask("its mask", selection.mask, memory)
     packed = None if selection is None else selection.packed
     if not param_state or not (rule.counts_steps or states.is_complete(rule, param_state)):
         param_state = None  # for torch's SGD, a missing tensor means a first step
@@ -506,7 +506,7 @@ class Step:
         self._calls.append(partial(entries.__setitem__, key, value))
 
     def _prepare_layout(self, update: ParamUpdate) -> None:
-        """Have state replaced that has another layout now."""
+        """Replace state whose layout has changed, in the commit."""
         state, store = self._optimizer.state, self._optimizer.store
         if update.param_state and state.get(update.key) is not update.param_state:
             self._enter(state, update.key, update.param_state)
@@ -514,7 +514,7 @@ class Step:
             self._calls.append(partial(store.set_layout, update.key, update.packed))
 
     def _prepare_count(self, update: ParamUpdate) -> None:
-        """Have the step counted; with the first, the parameter gets its state."""
+        """Count the step, in the commit; the first one also stores the parameter's new state."""
         optimizer, param_state, group = self._optimizer, update.param_state, update.group
         if param_state is None:
             assert update.state is not None

@@ -30,7 +30,7 @@ from torch import Tensor
 from sparsestep.errors import InputError, message
 from sparsestep.rules.rule import Rule, StateSpec
 
-# Of a float32 number: where its exponent begins, and how many bits a code does without.
+# Float32: the lowest bit of the exponent, and the number of low bits that a code drops.
 _EXPONENT, DROPPED_BITS = 23, 20
 _TWO = 0x40000000
 # The exponent of the largest code, by which a scale is smaller than the largest value.

@@ -281,8 +281,8 @@ NUMBERS = frozenset(
 )
 SWITCHES = frozenset(name for name, option in OPTIONS.items() if option.check in (_switch, _flag))
 
-# Options of the whole optimizer, with their defaults. They are no keys of its param groups: how a
-# process computes is not part of a checkpoint.
+# Options of the whole optimizer, with their defaults. They are not param-group keys: how a process
+# computes is not part of a checkpoint.
 OPTIMIZER_OPTIONS: dict[str, Any] = {"engine": "auto", "semantics": "masked"}
 
 
@@ -299,7 +299,7 @@ class SharedOptions(TypedDict, total=False):
     rounding_seed: int | None
 
 
-# Those of them that are keys of a param group if they are set.
+# The shared options that become param-group keys when they are set.
 SHARED_GROUP_OPTIONS = tuple(
     name for name in SharedOptions.__annotations__ if name not in OPTIMIZER_OPTIONS
 )

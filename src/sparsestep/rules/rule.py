@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +26,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from sparsestep.errors import InputError, message
+from sparsestep.errors import InputError, counted, message
 from sparsestep.rules.idle import IdleUpdate
 
 
@@ -40,6 +41,11 @@ class StateSpec:
     # How it may be stored as int8, see ``int8.py``; None if the rounding would harm training.
     int8_format: Literal["signed", "unsigned"] | None = None
     encode_initial: Callable[[float], float] | None = None  # to the stored value, if it differs
+
+
+def fits_float32(value: float) -> bool:
+    """Whether float32 can hold a number; it can hold infinity and NaN."""
+    return not math.inf > abs(value) > torch.finfo(torch.float32).max
 
 
 # Graphs of torch.compile hold no Python objects, so they name a rule by its key.
@@ -97,13 +103,13 @@ class Rule:
         self, old: list[Tensor], grad: Tensor, step: int, hyperparams: Mapping[str, Any]
     ) -> list[Tensor]:
         """Call ``update``, and refuse results that do not match the old values."""
-        counted = {"step": step} if self.takes_step else {}
-        new = self.update(old[0], grad, *old[1:], **counted, **hyperparams)
+        count = {"step": step} if self.takes_step else {}
+        new = self.update(old[0], grad, *old[1:], **count, **hyperparams)
         given = [new] if isinstance(new, Tensor) else list(new)
         names = ["param", *self.state_names]
         if len(given) != len(old):
             wanted = ", ".join(names[: len(old)])
-            requirement = f"rule {self.name!r} must return {len(old)} values: {wanted}"
+            requirement = f"rule {self.name!r} must return {counted(len(old), 'value')}: {wanted}"
             raise InputError(message(requirement, len(given)))
         for name, value, was in zip(names, given, old, strict=False):
             if not isinstance(value, Tensor) or value.shape != was.shape:

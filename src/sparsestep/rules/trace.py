@@ -74,7 +74,7 @@ class Program:
 
     @property
     def structure(self) -> tuple[Any, ...]:
-        """Everything but the numbers: programs that are alike in it are run by the same code."""
+        """Everything but the numbers: programs with equal structure share lowered code."""
         return self.inputs, tuple(self.operations), self.results
 
     def add(self, name: str, arguments: Sequence[int | float], *, per_row: bool) -> int:

@@ -397,7 +397,7 @@ def save(
         {'step': 2}
     """
     check_model_and_optimizer("save", model, optimizer)
-    folder = Path(os.path.abspath(disk.checked_path("save", path)))
+    folder = Path(os.path.abspath(journal.check_folder("save", path)))
     with memory_errors():
         _check_extra(extra)
         folder.mkdir(parents=True, exist_ok=True)
@@ -454,7 +454,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
         'before the first step'
     """
     check_model_and_optimizer("load", model, optimizer)
-    folder = Path(os.path.abspath(disk.checked_path("load", path)))
+    folder = Path(os.path.abspath(journal.check_folder("load", path)))
     with memory_errors():
         while True:
             manifest = journal.read_manifest(folder)

@@ -54,6 +54,11 @@ _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _REMEDY = "The disk or another program has changed it: use an earlier checkpoint"
 
 
+def check_folder(who: str, path: str | os.PathLike[str]) -> Path:
+    """The folder that a user names."""
+    return Path(disk.checked_path(who, path))
+
+
 # The manifest
 
 

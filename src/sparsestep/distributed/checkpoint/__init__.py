@@ -10,14 +10,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from sparsestep._process import uninterrupted
 from sparsestep.distributed._handshake import Peers, as_documented
-from sparsestep.distributed._table import ShardedTable
 from sparsestep.distributed.checkpoint import _manifest as manifest
 from sparsestep.distributed.checkpoint._manifest import METADATA, Chunk, Entry, ShardManifest, Sum
 from sparsestep.distributed.checkpoint._mapped import (
@@ -30,27 +27,25 @@ from sparsestep.distributed.checkpoint._mapped import (
 )
 from sparsestep.distributed.checkpoint._mapped import read as read_rows
 from sparsestep.distributed.checkpoint._reshard import (
-    ModelVocabulary,
     ReadTarget,
     RowRemap,
     StoredTensor,
-    VocabularyLayout,
     VocabularyReader,
-    find_vocabularies,
-    read_target,
-    to_stored,
 )
-from sparsestep.distributed.collectives import Caught, Collectives, new_group
-from sparsestep.distributed.shard import sharded_table
-from sparsestep.engines.base import finish
+from sparsestep.distributed.checkpoint._state import (
+    CheckpointState,
+    TensorLayouts,
+    optimizer_state_dict,
+    peers_of,
+    read_targets,
+    split_key,
+)
+from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.errors import InputError, message
-from sparsestep.memory import disk
-from sparsestep.memory.mapped_file import about_to_write, file_of, written
 from sparsestep.nn.grow import do_nothing
 from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
-from sparsestep.optim.state import initial_value
-from sparsestep.optim.state_dict import unpacked_state
+from sparsestep.storage.journal import check_folder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -58,325 +53,15 @@ if TYPE_CHECKING:
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
-def check_folder(who: str, path: StrPath) -> Path:
-    """The folder that a user names."""
-    return Path(disk.checked_path(who, path))
-
-
-# A model and its optimizer, by the names of the parameters
-
-
-class TensorLayouts(NamedTuple):
-    """How the tensors of a checkpoint were laid out."""
-
-    tables: dict[str, tuple[int, int]]  # rows, and ranks that they were assigned to, or 0
-    groups: list[dict[str, Any]]  # param groups, with names for parameters
-    vocabularies: dict[str, VocabularyLayout]
-    initial: dict[str, dict[str, float]]  # state of tables of vocabularies
-
-    def pack(self) -> dict[str, Any]:
-        """Encode as JSON."""
-        return {**self._asdict(), "groups": [manifest.pack(group) for group in self.groups]}
-
-    def params(self) -> list[str]:
-        """The names of all parameters of the optimizer, in their order."""
-        return list(dict.fromkeys(name for group in self.groups for name in group["params"]))
-
-    @staticmethod
-    def unpack(found: Mapping[str, Any]) -> TensorLayouts:
-        """Decode; raises if :meth:`pack` has not encoded it."""
-        layouts = {}
-        count = manifest.count
-        for name, (rows, num_columns, shared, admit, tables) in found["vocabularies"].items():
-            paddings = {key: None if row is None else count(row) for key, row in tables.items()}
-            sizes = count(rows), max(1, count(num_columns)), count(shared), count(admit)
-            layouts[name] = VocabularyLayout(*sizes, paddings)
-        groups = [manifest.unpack(group) for group in found["groups"]]
-        for group in groups:
-            group["params"] = [str(name) for name in group["params"]]
-        return TensorLayouts(
-            tables={name: (count(a), count(b)) for name, (a, b) in found["tables"].items()},
-            groups=groups,
-            vocabularies=layouts,
-            initial={
-                name: {key: float(value) for key, value in each.items()}
-                for name, each in found["initial"].items()
-            },
-        )
-
-
-class _CheckpointState:
-    """A model and its optimizer, by the names of the parameters."""
-
-    def __init__(self, model: nn.Module, optimizer: RuleOptimizer) -> None:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        self.model: nn.Module = model
-        self._optimizer = optimizer
-        self.vocabularies: dict[str, ModelVocabulary] = find_vocabularies(self.model)
-        sharded = {
-            id(table.weight): table
-            for module in self.model.modules()
-            if (table := sharded_table(module)) is not None
-        }
-        self.tables: dict[str, ShardedTable] = {}  # the sharded ones, by each of their names
-        names: dict[int, str] = {}
-        self._all_names: dict[int, list[str]] = {}
-        for name, param in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), name)
-            self._all_names.setdefault(id(param), []).append(name)
-            if id(param) in sharded:
-                self.tables[name] = sharded[id(param)]
-        self.params: dict[str, Tensor] = {}  # of the optimizer
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) not in names:
-                    requirement = "the parameters of the optimizer must be those of the model"
-                    raise InputError(
-                        message(requirement, f"another, of shape {tuple(param.shape)}")
-                    )
-                self.params[names[id(param)]] = param
-        self._names = names
-
-    def entries(self, *, copy: bool = False, has_files: bool = False) -> dict[str, Any]:
-        """The tensors that this rank stores, by key; copied if training continues meanwhile.
-
-        With ``has_files``, those in files are stored otherwise.
-        """
-        self._optimizer.catch_up()
-        self._optimizer.complete_state()
-        found: dict[str, Any] = {}
-        for name, tensor in self.model_tensors().items():
-            if not has_files or file_of(tensor) is None:
-                found[f"model.{name}"] = to_stored(self.tables.get(name), tensor, copy=copy)
-        for name, param in self.params.items():
-            table = self.tables.get(name)
-            if table is None or table.has_rows:
-                for key, value in (unpacked_state(self._optimizer, param) or {}).items():
-                    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-                    if has_files and file_of(tensor) is not None:
-                        continue
-                    found[f"state.{name}.{key}"] = to_stored(table, tensor, copy=copy)
-        found = {key: value for key, value in found.items() if value is not None}
-        for vocabulary in self.vocabularies.values():
-            found.update(vocabulary.entries())
-        return found
-
-    def layouts(self) -> TensorLayouts:
-        vocabularies = {
-            name: each.layout(self._tables_of(each)) for name, each in self.vocabularies.items()
-        }
-        tables = {
-            name: (table.rows, table.row_stride if table.row_stride > 1 else 0)
-            for name, table in self.tables.items()
-        }
-        return TensorLayouts(tables, self.named_groups(), vocabularies, self._initial_state())
-
-    def model_tensors(self) -> dict[str, Tensor]:
-        """The state dict of the model, but for its vocabularies."""
-        others = {key for vocabulary in self.vocabularies.values() for key in vocabulary.keys}
-        return {key: each for key, each in self.model.state_dict().items() if key not in others}
-
-    def _tables_of(self, vocabulary: ModelVocabulary) -> dict[str, int | None]:
-        """The tables of a vocabulary by all their names, with their padding rows."""
-        found: dict[str, int | None] = {}
-        for each in vocabulary.local.attached:
-            for name in self._all_names.get(id(each.table.weight), []):
-                table = self.tables.get(name)
-                found[name] = each.table.padding_idx if table is None else table.padding_idx
-        return found
-
-    def _initial_state(self) -> dict[str, dict[str, float]]:
-        """Initial values of the state of tables whose rows are reused."""
-        given = {
-            name
-            for vocabulary in self.vocabularies.values()
-            for name in self._tables_of(vocabulary)
-        }
-        found: dict[str, dict[str, float]] = {}
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                name, state = self._names[id(param)], self._optimizer.state.get(param)
-                if name not in given:
-                    continue
-                rule = self._optimizer.stored_rule_for(group, param, state)
-                found[name] = {spec.name: initial_value(spec, group) for spec in rule.state}
-        return found
-
-    def vocabulary_readers(
-        self, layouts: dict[str, VocabularyLayout], stored: dict[str, StoredTensor]
-    ) -> list[VocabularyReader]:
-        """Readers of all vocabularies; raises if the checkpoint does not fit them."""
-        found = []
-        for name, vocabulary in self.vocabularies.items():
-            if name not in layouts:
-                requirement = "load: the checkpoint must have all vocabularies of the model"
-                raise InputError(message(requirement, f"none for {name!r}"))
-            layout = layouts[name]
-            vocabulary.check(layout)
-            options = vocabulary.local.options
-            each = VocabularyReader(name, vocabulary.collectives, options, layout, stored)
-            names = self._tables_of(vocabulary)
-            if each.is_resharded and any(
-                id(a.table.weight) not in self._names for a in vocabulary.local.attached
-            ):
-                requirement = (
-                    f"load: the tables of {name!r} must be in the model, since their rows move"
-                )
-                raise InputError(message(requirement, f"only {', '.join(names) or 'none'}"))
-            found.append(each)
-        return found
-
-    def reassign_rows(
-        self,
-        readers: list[VocabularyReader],
-        layouts: dict[str, VocabularyLayout],
-        stored: dict[str, StoredTensor],
-    ) -> dict[str, RowRemap]:
-        """Assign ids to their new owners, and say how rows of tables follow; all ranks call it."""
-        remaps: dict[str, RowRemap] = {}
-        for each in readers:
-            vocabulary = self.vocabularies[each.name]
-            paddings = {**layouts[each.name].tables, **self._tables_of(vocabulary)}
-            inits = {
-                name: attached.init
-                for attached in vocabulary.local.attached
-                for name in self._all_names.get(id(attached.table.weight), [])
-            }
-            weights = {
-                name: stored[f"model.{name}"] for name in paddings if f"model.{name}" in stored
-            }
-            each.reassign(weights, inits, paddings)
-            remaps.update(each.remaps)
-        return remaps
-
-    def peers(self) -> Peers:
-        """The ranks that save and load together: the ranks that share tables, else all."""
-        for table in self.tables.values():
-            return Peers(table.collectives.group)
-        is_initialized = dist.is_available() and dist.is_initialized()
-        return Peers(dist.group.WORLD if is_initialized else None)
-
-    def named_groups(self) -> list[dict[str, Any]]:
-        """The param groups with names for parameters, and without masks."""
-        return [
-            {
-                **{key: value for key, value in group.items() if key != "mask"},
-                "params": [self._names[id(param)] for param in group["params"]],
-            }
-            for group in self._optimizer.param_groups
-        ]
-
-    def check_matches(self, tensors: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
-        for name, tensor in tensors.items():
-            each, table = stored.get(f"model.{name}"), self.tables.get(name)
-            if each is None:
-                requirement = (
-                    "load: the checkpoint must have all parameters and buffers of the model"
-                )
-                raise InputError(message(requirement, f"none for {name!r}"))
-            shape = tuple(tensor.shape) if table is None else (table.rows, table.dim)
-            there = (each.rows, *each.shape[2:]) if each.has_columns else tuple(each.shape)
-            if shape != there:
-                requirement = f"load: {name!r} must have the shape of the checkpoint, {there}"
-                raise InputError(message(requirement, shape))
-
-    def check_groups(self, saved: list[dict[str, Any]]) -> None:
-        mine, theirs = (
-            [group["params"] for group in each] for each in (self.named_groups(), saved)
-        )
-        if mine != theirs:
-            requirement = "load: the optimizer must have the groups of the checkpoint"
-            raise InputError(message(requirement, f"{mine} instead of {theirs}"))
-
-    def commit(
-        self,
-        tensors: dict[str, Tensor],
-        read: dict[str, Tensor],
-        groups: list[dict[str, Any]],
-        readers: list[VocabularyReader],
-        files: MappedLoad,
-    ) -> None:
-        """Replace everything by what was read, on all ranks or on none; all ranks call it."""
-        peers, optimizer = self.peers(), self._optimizer
-        ranks = next((table.collectives for table in self.tables.values()), Collectives(None))
-        with peers.agreeing():
-            found = _state_dict(groups, {**read, **files.tensors})
-            values = [
-                (tensor, read[f"model.{name}"].to(tensor.dtype))
-                for name, tensor in tensors.items()
-                if f"model.{name}" in read
-            ]
-            for tensor, _ in values:
-                about_to_write(tensor, (), None)
-            restored = [
-                self.vocabularies[each.name].local.prepare_restore(*each.found)
-                for each in readers
-                if each.found is not None
-            ]
-
-        def commit_together() -> None:
-            before = optimizer.state, optimizer.param_groups, dict(optimizer.store.layouts)
-            with Caught() as caught, peers.agreeing():
-                files.switch()
-                optimizer.load_state_dict(found)
-            # Agreeing takes memory: a rank may have run out of it after the others got its consent.
-            try:
-                ranks.check(caught.error)
-            except BaseException:
-                optimizer.state, optimizer.param_groups, optimizer.store.layouts = before
-                raise
-            with torch.no_grad():
-                for tensor, value in values:
-                    tensor.copy_(value)
-            written(tensor for tensor, _ in values)
-            files.finish()
-            finish(restored)
-
-        # Once a rank has agreed, the others rely on it.
-        uninterrupted(commit_together)
-
-
-def _state_dict(groups: list[dict[str, Any]], read: dict[str, Tensor]) -> dict[str, Any]:
-    """State dict of an optimizer, of param groups with names and tensors by key."""
-    names = dict.fromkeys(name for group in groups for name in group["params"])
-    indices = {name: index for index, name in enumerate(names)}
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in read.items():
-        kind, name, entry = split_key(key)
-        if kind == "state":
-            state.setdefault(indices[name], {})[entry] = tensor
-    numbered = [{**group, "params": [indices[n] for n in group["params"]]} for group in groups]
-    return {"state": state, "param_groups": numbered}
-
-
-def split_key(key: str) -> tuple[str, str, str]:
-    """``"model"`` or ``"state"``, the name of the parameter, and that of the state."""
-    kind, _, name = key.partition(".")
-    if kind == "model":
-        return kind, name, ""
-    name, _, entry = name.rpartition(".")
-    return kind, name, entry
-
-
-def _read_targets(
-    layouts: TensorLayouts,
-    stored: dict[str, StoredTensor],
-    remaps: dict[str, RowRemap],
-    tables: dict[str, ShardedTable],
-) -> dict[str, ReadTarget]:
-    found = {}
-    for key, each in stored.items():
-        kind, name, entry = split_key(key)
-        table, remap = tables.get(name), remaps.get(name)
-        if table is not None and not table.has_rows:
-            continue
-        if remap is not None and len(each.shape) > 0:
-            initial = None if kind == "model" else layouts.initial.get(name, {}).get(entry, 0.0)
-            found[key] = remap.read_target(table, each, initial)
-        else:
-            found[key] = read_target(table, each)
-    return found
+def _agreed_arguments(
+    who: str, path: StrPath, model: nn.Module, optimizer: RuleOptimizer
+) -> tuple[Path, CheckpointState, Peers]:
+    """Check the arguments of a call; raises on all ranks if those of one are invalid."""
+    given: Any = model
+    peers = peers_of(given if isinstance(given, nn.Module) else nn.Module())
+    with peers.agreeing():
+        check_model_and_optimizer(who, model, optimizer)
+        return check_folder(who, path), CheckpointState(model, optimizer, peers), peers
 
 
 # Saving
@@ -517,6 +202,19 @@ class Checkpoint(NamedTuple):
             mapped.verify(peers)
         return Checkpoint(folder, found, peers, mapped, {})
 
+    def stored_tensors(self, layouts: TensorLayouts) -> dict[str, StoredTensor]:
+        """All tensors; from then on, they can be read."""
+        self.places.update(self.mapped.places(layouts.params(), layouts.tables))
+        found = {}
+        entries: dict[str, Entry | StoredRows] = {**self.manifest.entries, **self.places}
+        for key, each in entries.items():
+            name = split_key(key)[1]
+            rows, num_columns = layouts.tables.get(name, (0, 0))
+            found[key] = StoredTensor(each.shape, each.dtype, rows, num_columns)
+            if name in layouts.tables:
+                found[key].check()
+        return found
+
     def read(self, targets: dict[str, Any]) -> None:
         """Read into tensors; all ranks call it, and all raise if one does."""
         from torch.distributed.checkpoint.api import CheckpointException
@@ -542,7 +240,10 @@ class Checkpoint(NamedTuple):
     def read_shards(self, targets: Mapping[str, ReadTarget]) -> dict[str, Tensor]:
         """Read the shards of this rank."""
         self.read({key: each.target for key, each in targets.items()})
-        return {key: each.finish() for key, each in targets.items()}
+        with self.peers.agreeing():
+            found = {k: each.finish() for k, each in targets.items() if not each.is_collective}
+        found |= {k: each.finish() for k, each in targets.items() if each.is_collective}
+        return {key: found[key] for key in targets}
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -606,9 +307,7 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         >>> nn.EmbeddingBag(10, 4).load_state_dict(found["model"])
         <All keys matched successfully>
     """
-    check_model_and_optimizer("save", model, optimizer)
-    folder, state = check_folder("save", path), _CheckpointState(model, optimizer)
-    peers = state.peers()
+    folder, state, peers = _agreed_arguments("save", path, model, optimizer)
     earlier = MappedCheckpoint(folder, {})
     with suppress(InputError, OSError):  # there is none that this one could continue
         earlier = MappedCheckpoint(folder, manifest.read(folder).about)
@@ -648,17 +347,10 @@ def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Fut
         ...     saving.result()
         ...     load(path, model, optimizer)
     """
-    return _dcp_async_save(*_collect("async_save", path, model, optimizer, copy=True))
-
-
-def _collect(
-    who: str, path: StrPath, model: nn.Module, optimizer: RuleOptimizer, *, copy: bool = False
-) -> tuple[dict[str, Any], Any, Path, Peers]:
-    check_model_and_optimizer(who, model, optimizer)
-    folder, state = check_folder(who, path), _CheckpointState(model, optimizer)
-    peers = state.peers()
+    folder, state, peers = _agreed_arguments("async_save", path, model, optimizer)
     with peers.agreeing():
-        return state.entries(copy=copy), state.layouts().pack(), folder, peers
+        entries, about = state.entries(copy=True), state.layouts().pack()
+    return _dcp_async_save(entries, about, folder, peers)
 
 
 def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
@@ -695,13 +387,11 @@ def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         >>> sharded["ids"].as_dict()
         {1000000000000000000: 1, -7: 2}
     """
-    check_model_and_optimizer("load", model, optimizer)
-    folder, state = check_folder("load", path), _CheckpointState(model, optimizer)
-    peers = state.peers()
+    folder, state, peers = _agreed_arguments("load", path, model, optimizer)
     checkpoint = Checkpoint.open(folder, peers)
     with peers.agreeing(), checkpoint.refusing():
         layouts = TensorLayouts.unpack(checkpoint.manifest.about)
-        stored = stored_tensors(checkpoint, layouts)
+        stored = checkpoint.stored_tensors(layouts)
         tensors, vocabularies = state.model_tensors(), layouts.vocabularies
         state.check_matches(tensors, stored)
         state.check_groups(layouts.groups)
@@ -722,7 +412,7 @@ def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
                 is_known = name in (tensors if kind == "model" else state.params)
                 if is_known and key not in files.tensors:
                     chosen[key] = each
-            targets = _read_targets(layouts, chosen, remaps, state.tables)
+            targets = read_targets(layouts, chosen, remaps, state.tables)
         with checkpoint.refusing():
             read = checkpoint.read_shards(targets)
             state.commit(tensors, read, layouts.groups, readers, files)
@@ -746,7 +436,7 @@ def consolidate(path: StrPath) -> dict[str, Any]:
 
 def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
     layouts = TensorLayouts.unpack(checkpoint.manifest.about)
-    stored = stored_tensors(checkpoint, layouts)
+    stored = checkpoint.stored_tensors(layouts)
     readers, remaps = list[VocabularyReader](), dict[str, RowRemap]()
     for name, layout in layouts.vocabularies.items():
         options = Options(layout.rows, layout.shared, layout.admit, None)
@@ -757,22 +447,10 @@ def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
         readers.append(each)
     of_vocabularies = {key for each in readers for key in each.entries}
     others = {key: each for key, each in stored.items() if key not in of_vocabularies}
-    read = checkpoint.read_shards(_read_targets(layouts, others, remaps, {}))
+    read = checkpoint.read_shards(read_targets(layouts, others, remaps, {}))
     model = {
         key.removeprefix("model."): each for key, each in read.items() if key.startswith("model.")
     }
     for each in readers:
         model.update(each.state_dict())
-    return {"model": model, "optimizer": _state_dict(layouts.groups, read)}
-
-
-def stored_tensors(checkpoint: Checkpoint, layouts: TensorLayouts) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint."""
-    params = layouts.params()
-    checkpoint.places.update(checkpoint.mapped.places(params, layouts.tables))
-    found = {}
-    entries: dict[str, Entry | StoredRows] = {**checkpoint.manifest.entries, **checkpoint.places}
-    for key, each in entries.items():
-        rows, num_columns = layouts.tables.get(split_key(key)[1], (0, 0))
-        found[key] = StoredTensor(each.shape, each.dtype, rows, num_columns)
-    return found
+    return {"model": model, "optimizer": optimizer_state_dict(layouts.groups, read)}

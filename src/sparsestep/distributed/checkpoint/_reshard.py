@@ -54,12 +54,20 @@ class StoredTensor(NamedTuple):
         """Whether it was stored in columns, and so has one more dim."""
         return bool(self.num_columns and self.shape)
 
+    def check(self) -> None:
+        """Raise if it does not have the rows of its table."""
+        rows, num_columns = self.rows, self.num_columns
+        wanted = (-(-rows // num_columns), num_columns) if num_columns else (rows,)
+        if self.shape and self.shape[: len(wanted)] != wanted:
+            raise ValueError(f"a tensor of shape {tuple(self.shape)} in a table of {rows} rows")
+
 
 class ReadTarget(NamedTuple):
     """Buffer to load into, and the function that turns it into the local shard."""
 
     target: Any
     finish: Callable[[], Tensor]
+    is_collective: bool = False  # all ranks call `finish` together
 
 
 def to_stored(table: ShardedTable | None, tensor: Tensor, *, copy: bool = False) -> Any:
@@ -112,7 +120,9 @@ def read_target(table: ShardedTable | None, stored: StoredTensor) -> ReadTarget:
     block = block_target(ranks, stored)
     assert table is not None
     rows = table.rows
-    return ReadTarget(block.target, lambda: gather_rows(ranks, block, _local_rows(ranks, rows)))
+    return ReadTarget(
+        block.target, lambda: gather_rows(ranks, block, _local_rows(ranks, rows)), True
+    )
 
 
 def column_target(ranks: Collectives, stored: StoredTensor) -> ReadTarget:
@@ -331,7 +341,7 @@ class RowRemap(NamedTuple):
                 found[is_new] = self.values[index[numbers[is_new] // self.world_size]]
             return found
 
-        return ReadTarget(block.target, finish)
+        return ReadTarget(block.target, finish, is_collective=True)
 
     def _source_rows(self, numbers: Tensor) -> Tensor:
         """The stored row of each row; the same one if the vocabulary does not have it."""
