@@ -81,6 +81,8 @@ def test_what_is_no_string_is_refused():
         with pytest.raises(InputError, match=got):
             hash_strings(given)
     # Half of a character in each of two strings: together they are one.
+    with pytest.raises(InputError, match="a single string"):
+        hash_strings(np.array("abc"))
     with pytest.raises(InputError, match="index 0"):
         hash_strings(ArrowArray([b"\xc3", b"\x9f"]))
     broken = ArrowArray(["abc"])
