@@ -42,6 +42,7 @@ from sparsestep.distributed.checkpoint._state import (
 )
 from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.errors import InputError, message
+from sparsestep.memory.disk import FolderLock
 from sparsestep.nn.grow import do_nothing
 from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
@@ -65,6 +66,26 @@ def _agreed_arguments(
 
 
 # Saving
+
+
+def _lock_folder(who: str, folder: Path, peers: Peers) -> ExitStack:
+    """Create a folder, and lock it until the returned stack is closed; all ranks call it."""
+    with ExitStack() as stack:
+        with peers.agreeing():
+            if peers.rank == 0:
+                if not folder.exists():
+                    folder.mkdir(parents=True, exist_ok=True)
+                    stack.callback(_remove_empty, folder)
+                if not stack.enter_context(FolderLock(folder)):
+                    requirement = f"{who}: {str(folder)!r} can be written by one call at a time"
+                    remedy = "Wait for the result() of an async_save before you save there again"
+                    raise InputError(message(requirement, "another that has not finished", remedy))
+        return stack.pop_all()
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it has files
+        folder.rmdir()
 
 
 def _dcp_save(
@@ -148,8 +169,10 @@ def _manifest_entries(metadata: Metadata) -> dict[str, Entry]:
     return found
 
 
-def _dcp_async_save(entries: Any, about: Any, folder: Path, peers: Peers) -> Future[None]:
-    """Write copied tensors in a thread; all ranks call it.
+def _dcp_async_save(
+    entries: Any, about: Any, folder: Path, peers: Peers, locked: ExitStack
+) -> Future[None]:
+    """Write copied tensors in a thread, and close ``locked`` then; all ranks call it.
 
     If these are only some of the ranks, they write before this returns. Torch cannot make another
     group of some ranks: it derives the name from the number of groups that a process belongs to,
@@ -162,11 +185,12 @@ def _dcp_async_save(entries: Any, about: Any, folder: Path, peers: Peers) -> Fut
         peers = Peers(group)
 
     def write() -> None:
-        try:
-            _dcp_save(entries, about, folder, peers)
-        finally:
-            if group is not None:
-                dist.destroy_process_group(group)
+        with locked:
+            try:
+                _dcp_save(entries, about, folder, peers)
+            finally:
+                if group is not None:
+                    dist.destroy_process_group(group)
 
     writer = ThreadPoolExecutor(1, "sparsestep-save")
     saving = writer.submit(write)
@@ -290,7 +314,8 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
             or ``None``, or lists, tuples and dicts of these.
 
     Raises:
-        InputError: ranks do not share the disk, or an option is of another kind.
+        InputError: ranks do not share the disk, an option is of another kind, or another call is
+            saving to the folder.
         OSError: on all ranks, if a rank cannot write.
 
     Example:
@@ -308,25 +333,26 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         <All keys matched successfully>
     """
     folder, state, peers = _agreed_arguments("save", path, model, optimizer)
-    earlier = MappedCheckpoint(folder, {})
-    with suppress(InputError, OSError):  # there is none that this one could continue
-        earlier = MappedCheckpoint(folder, manifest.read(folder).about)
-    files = MappedSave(folder, peers, earlier)
-    with peers.agreeing(undo=files.discard):
-        files.write(state.model, optimizer)
-        entries, about = state.entries(has_files=True), state.layouts().pack()
-    about[MAPPED] = peers.gather(pack(files.manifest))
-    _dcp_save(entries, about, folder, peers, files.discard)
-    uninterrupted(files.finish)
+    with _lock_folder("save", folder, peers):
+        earlier = MappedCheckpoint(folder, {})
+        with suppress(InputError, OSError):  # there is none that this one could continue
+            earlier = MappedCheckpoint(folder, manifest.read(folder).about)
+        files = MappedSave(folder, peers, earlier)
+        with peers.agreeing(undo=files.discard):
+            files.write(state.model, optimizer)
+            entries, about = state.entries(has_files=True), state.layouts().pack()
+        about[MAPPED] = peers.gather(pack(files.manifest))
+        _dcp_save(entries, about, folder, peers, files.discard)
+        uninterrupted(files.finish)
 
 
 def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Future[None]:
     """Save in the background, while training continues; all ranks call it.
 
     Everything is copied first, which takes as much memory as the checkpoint: later steps do not
-    change what is saved. Ranks write it in a process group of its own. Do not save to the same
-    folder again before it has finished. If only some of the processes share the tables, it is
-    written before this returns.
+    change what is saved. Ranks write it in a process group of its own. Until it has finished, the
+    folder cannot be saved to again. If only some of the processes share the tables, it is written
+    before this returns.
 
     Args:
         path: a folder on a disk that all ranks share.
@@ -348,9 +374,10 @@ def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Fut
         ...     load(path, model, optimizer)
     """
     folder, state, peers = _agreed_arguments("async_save", path, model, optimizer)
-    with peers.agreeing():
-        entries, about = state.entries(copy=True), state.layouts().pack()
-    return _dcp_async_save(entries, about, folder, peers)
+    with _lock_folder("async_save", folder, peers) as locked:
+        with peers.agreeing():
+            entries, about = state.entries(copy=True), state.layouts().pack()
+        return _dcp_async_save(entries, about, folder, peers, locked.pop_all())
 
 
 def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
