@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from torch import Tensor
 from sparsestep._process import fork_safe_lock
 from sparsestep.errors import InputError, message
 from sparsestep.memory import disk
-from sparsestep.memory.formats import DTYPES, RowField, dtype_name
+from sparsestep.memory.formats import DTYPES, LIMIT, RowField, dtype_name
 from sparsestep.memory.mapped_file import MappedFile, about_to_write, file_of, open_file, written
 from sparsestep.optim import state as states
 from sparsestep.optim.optimizer import RuleOptimizer
@@ -142,6 +143,8 @@ def mapped(
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
         requirement = "shape must be integers, all at least 1: a file cannot be empty"
         raise InputError(message(requirement, tuple(sizes)))
+    if math.prod(sizes) * dtype.itemsize > LIMIT:
+        raise InputError(message("shape must be that of a table below 2**62 bytes", tuple(sizes)))
     state = None if optimizer is None else _state_fields(optimizer, torch.Size(sizes), dtype)
     tensor = open_file(path, torch.Size(sizes), dtype, state=state).tensor()
     tensor.prefetch = _Prefetch(tensor)  # type: ignore[attr-defined]
