@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sparsestep
 from tests.generate.garbage import Unusable
-from tests.table import same_bits, state_of
+from tests.table import all_same_bits, same_bits, state_of
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "RowwiseAdagrad": (sparsestep.RowwiseAdagrad, {}),
@@ -200,3 +200,27 @@ def test_state_dict_has_what_there_is():
         assert missing not in saved
         with pytest.raises(sparsestep.InputError, match=missing):
             opt.step()
+
+
+def test_masks_and_state_of_one_column_may_have_gaps():
+    """Torch flattens them to views that are not contiguous."""
+
+    def with_gaps(column: Tensor) -> Tensor:
+        return torch.cat([column, ~column if column.dtype is torch.bool else column + 1], 1)[:, :1]
+
+    found = []
+    for view in (torch.clone, with_gaps):
+        param = torch.nn.Parameter(torch.zeros(9, 1))
+        param.grad = torch.arange(9.0).view(9, 1)
+        unmasked = sparsestep.Adam([param], lr=0.1)
+        unmasked.step()
+        saved = unmasked.state_dict()
+        for name in ("exp_avg", "exp_avg_sq"):
+            saved["state"][0][name] = view(saved["state"][0][name])
+        saved["param_groups"][0]["mask"] = view(torch.arange(9).view(9, 1) % 3 > 0)
+        ours = sparsestep.Adam([param])
+        ours.load_state_dict(saved)
+        ours.step()
+        state = ours.state_dict()["state"][0]
+        found.append([param.detach(), state["exp_avg"], state["exp_avg_sq"]])
+    assert all_same_bits(*found)

@@ -129,7 +129,7 @@ class PackedMask(NamedTuple):
     @classmethod
     def of(cls, mask: Tensor) -> PackedMask:
         """Read a mask."""
-        flat = mask.detach().reshape(-1)
+        flat = mask.detach().reshape(-1).contiguous()  # one column may be a view with gaps
         count = -(-flat.numel() // 64)
         device = mask.device  # not the default device, which may be another
         ranks = torch.zeros(-(-count // 8), dtype=torch.int64, device=device)
