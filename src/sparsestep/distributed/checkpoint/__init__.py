@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 StrPath: TypeAlias = str | os.PathLike[str]
+
+# The latest ``async_save`` to each folder; a later save waits for it. Its thread keeps it alive.
+_background_saves: WeakValueDictionary[str, Future[None]] = WeakValueDictionary()
 
 
 def _agreed_arguments(
@@ -161,15 +165,19 @@ def _dcp_async_save(entries: Any, about: Any, folder: Path, peers: Peers) -> Fut
         group = new_group("gloo")
         peers = Peers(group)
 
+    earlier = _background_saves.get(os.path.realpath(folder))
+
     def write() -> None:
         try:
+            if earlier is not None:
+                wait([earlier])
             _dcp_save(entries, about, folder, peers)
         finally:
             if group is not None:
                 dist.destroy_process_group(group)
 
     writer = ThreadPoolExecutor(1, "sparsestep-save")
-    saving = writer.submit(write)
+    saving = _background_saves[os.path.realpath(folder)] = writer.submit(write)
     writer.shutdown(wait=is_part)
     return saving
 
@@ -308,6 +316,9 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         <All keys matched successfully>
     """
     folder, state, peers = _agreed_arguments("save", path, model, optimizer)
+    with peers.agreeing():
+        if (saving := _background_saves.get(os.path.realpath(folder))) is not None:
+            wait([saving])
     earlier = MappedCheckpoint(folder, {})
     with suppress(InputError, OSError):  # there is none that this one could continue
         earlier = MappedCheckpoint(folder, manifest.read(folder).about)
@@ -324,9 +335,9 @@ def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Fut
     """Save in the background, while training continues; all ranks call it.
 
     Everything is copied first, which takes as much memory as the checkpoint: later steps do not
-    change what is saved. Ranks write it in a process group of its own. Do not save to the same
-    folder again before it has finished. If only some of the processes share the tables, it is
-    written before this returns.
+    change what is saved. Ranks write it in a process group of its own. A later save to the same
+    folder waits for it. If only some of the processes share the tables, it is written before this
+    returns.
 
     Args:
         path: a folder on a disk that all ranks share.
