@@ -85,6 +85,27 @@ def test_ranks_that_do_different_things(rank: Rank, kind: str):
     opt.step()
 
 
+@ranks(2)
+def test_state_from_before_shard_is_refused(rank: Rank):
+    for new in (
+        sparsestep.Adam,
+        sparsestep.RowwiseAdagrad,
+        partial(sparsestep.SGD, lr=0.1, momentum=0.9, semantics="dense"),
+    ):
+        table = nn.Embedding(7, 2, sparse=True)
+        opt = new(table.parameters())
+        for _ in range(2):
+            opt.zero_grad()
+            table(torch.tensor([1, 2])).sum().backward()
+            opt.step()
+        shard(table, plan="rows")
+        table(torch.tensor([1, 3])).sum().backward()
+        weight, state = table.weight, dict(opt.state[table.weight])
+        before = snapshot({"weight": weight, "state": state})
+        assert "shape" in said(opt.step)
+        assert before == snapshot({"weight": weight, "state": dict(opt.state[weight])})
+
+
 class Differs(nn.Module):
     def __init__(self, rows: int = 7, dtype: Any = None, more: int = 0) -> None:
         super().__init__()

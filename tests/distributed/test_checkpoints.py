@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from sparsestep.distributed import checkpoint, collectives
+from sparsestep.distributed import collectives
 from sparsestep.distributed.checkpoint._reshard import (
     NEW_ROW,
     ReassignedIds,
@@ -494,24 +493,3 @@ def test_a_process_group_that_was_destroyed(tmp_path: Path, monkeypatch: pytest.
     for work in (sparsestep.distributed.save, sparsestep.distributed.load):
         message = said(partial(work, tmp_path, table, optimizer))
         assert message.startswith("the process group of sharded tables must exist")
-
-
-def test_a_folder_is_written_by_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A second one would remove the files of the first, or lose its own."""
-    model = nn.EmbeddingBag(10, 4)
-    optimizer, distributed = sparsestep.Adam(model.parameters()), sparsestep.distributed
-    is_second_refused, save_entries = threading.Event(), checkpoint._dcp_save
-
-    def waiting_save(*args: Any) -> None:
-        assert is_second_refused.wait(60)
-        save_entries(*args)
-
-    monkeypatch.setattr(checkpoint, "_dcp_save", waiting_save)
-    first = distributed.async_save(tmp_path / "saved", model, optimizer)
-    for save in (distributed.save, distributed.async_save):
-        refused = said(lambda save=save: save(tmp_path / "saved", model, optimizer))
-        assert "can be written by one call at a time" in refused
-    is_second_refused.set()
-    first.result()
-    distributed.load(tmp_path / "saved", model, optimizer)
-    distributed.save(tmp_path / "saved", model, optimizer)

@@ -126,9 +126,10 @@ def report(findings: list[str], pair: tuple[str, str], nth: int | None, detail: 
 
 def show(counts: Counter[tuple[str, str, str]]) -> None:
     rows = sorted({(operation, injector) for operation, injector, _ in counts})
-    print(f"{'operation':32} {'fault':11} {'done':>8}{'undone':>9}{'aborted':>9}{'findings':>9}")
+    names = f"{'done':>8}{'undone':>9}{'aborted':>9}{'limits':>9}{'findings':>9}"
+    print(f"{'operation':32} {'fault':11} {names}")
     for pair in rows:
-        kinds = ("done", "undone", "aborted", "finding")
+        kinds = ("done", "undone", "aborted", "limit", "finding")
         numbers = "".join(f"{counts[(*pair, kind)]:9}" for kind in kinds)
         print(f"{pair[0]:32} {pair[1]:11}{numbers}")
 

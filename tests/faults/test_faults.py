@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.faults import planted
+from tests.faults import harness, planted, ranks
 from tests.faults.allocations import ROOT, shim
 
 pytestmark = pytest.mark.skipif(
@@ -52,6 +52,29 @@ def test_no_failed_allocation_tears_a_vocabulary():
     pairs = [f"vocabulary: {each}/allocation" for each in ("lru", "grow", "load", "merge")]
     found = run("--sample", "4", "--pairs", *pairs, "forget: deferred/allocation")
     assert " 0 findings" in found, found
+
+
+BAD_ALLOC = "MemoryError('std::bad_alloc') in torch/distributed/distributed_c10d.py"
+LOST = "RuntimeError('gloo: connection closed by peer') in torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("errors", "kinds", "is_limit"),
+    [
+        ([None, None, LOST, BAD_ALLOC], ["done", "done", "undone", "undone"], True),
+        ([None, None, None, BAD_ALLOC], ["done", "done", "done", "undone"], False),
+        ([None, LOST, LOST, BAD_ALLOC], ["done", "undone", "undone", "undone"], False),
+        (
+            [None, None, LOST, "MemoryError('std::bad_alloc') in sparsestep/distributed/wire.py"],
+            ["done", "done", "undone", "undone"],
+            False,
+        ),
+        ([None, None, None, None], ["done", "done", "undone", "undone"], False),
+    ],
+)
+def test_hosts_may_differ_only_as_the_promises_say(errors, kinds, is_limit):
+    make = ranks.OPERATIONS["ranks: step on hosts"]
+    assert harness.is_limit_of_hosts(make, errors, kinds) is is_limit
 
 
 def test_defects_are_found():

@@ -332,7 +332,7 @@ class DeferredRows:
         self._min_step = step
 
     def with_settings(self, settings: GroupSettings) -> DeferredRows:
-        """The same rows, all current, under another rule or other options."""
+        """The same rows under another rule or other options, for when all are current."""
         rows = DeferredRows(settings, self.num_rows, self.history.now, new=False)
         rows.stored_steps, rows.initial_step = self.stored_steps, self.initial_step
         rows.param = self.param
@@ -472,15 +472,15 @@ class StepCatchUp:
         if rows is None or state is None:  # the parameter or its state was replaced
             return self._new_rows(pending), 0
         is_dense, matches = pending.indices is None, rows.matches(update.settings)
+        # Raises, before anything is written, if no update can be deferred under these settings.
+        current = rows if matches else rows.with_settings(update.settings)
         has_other_mask = not rows.has_mask(pending.selection)
         if not matches or has_other_mask or rows.history.is_full or is_dense:
             # Under the rule whose updates are deferred, with its own state.
             caught_up = rows.catch_up_all(*as_real_rows(update.param, state), engine=self._engine)
             stale = caught_up if is_dense else 0  # a dense gradient: all rows were read
-        if not matches:
-            rows = rows.with_settings(update.settings)
-        rows.set_mask(pending.selection)
-        return rows, stale
+        current.set_mask(pending.selection)
+        return current, stale
 
     @staticmethod
     def _new_rows(pending: _Pending) -> DeferredRows:

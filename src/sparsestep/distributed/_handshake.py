@@ -1,7 +1,7 @@
 """Handshake: every exchange starts with one fixed-size status row per peer.
 
 Ranks that are at different places in the program find out, instead of misreading each other's
-numbers or waiting forever. Checkpoints are rare, and gather errors as objects (``Peers``).
+numbers or waiting forever. Checkpoints are rare: ``Peers`` gathers their errors as objects.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Facts = Mapping[str, str]
 
-# If one of these differs, other facts differ because of it.
+# If one of these differs, later facts differ as a consequence.
 _STRUCTURE = ("caller", "tables", "frozen tables", "param groups")
 _MAX_SHOWN = 3
 
@@ -74,12 +74,12 @@ class Status:
     oldest_pending: int = 0  # oldest lookup whose gradient may still come from this rank
     num_tables: int = 0  # tables of a lookup
     max_bytes: int = 0  # most bytes that this rank will send another
-    max_reply_bytes: int = 0  # most bytes that it expects from another in return
+    max_reply_bytes: int = 0  # most bytes that it expects another to return
     value: int = 0  # depends on the operation
     prefetched: int = 0  # number of the prefetched ids that are used; 0: none
     error: int = 0  # status of this rank's error
-    digest: int = 0  # of facts that must be the same on all ranks; 0: none
-    payload: int = 0  # what comes with the status; 0: nothing, or there was no room
+    digest: int = 0  # hash of facts that must be the same on all ranks; 0: none
+    payload: int = 0  # kind of the payload packed with the status; 0: none
 
 
 _FIELDS = [each.name for each in fields(Status)]
@@ -92,7 +92,7 @@ class PeerStatus:
     def __init__(self, incoming: Tensor) -> None:
         columns: list[list[int]] = incoming[:, : len(_FIELDS)].t().tolist()
         self._of = dict(zip(_FIELDS, columns, strict=True))
-        # For each rank, the numbers that it has for this one alone.
+        # By rank, the counts that it sent to this rank.
         self.counts: Tensor = incoming[:, len(_FIELDS) :]
         self.messages: Callable[[Payload, Tensor], Messages] | None = None  # of payloads
 
@@ -106,7 +106,7 @@ class PeerStatus:
 
 
 def digest(facts: Facts) -> int:
-    """A number that differs if facts do, and is not 0 unless there are none."""
+    """Hash facts; 0 only if there are none."""
     if not facts:
         return 0
     code = hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).digest()
@@ -114,7 +114,7 @@ def digest(facts: Facts) -> int:
 
 
 def row_bytes(num_counts: int) -> int:
-    """Bytes of a status row with so many counts."""
+    """Bytes of a status row with this many counts."""
     return (len(_FIELDS) + num_counts) * torch.int64.itemsize
 
 
@@ -128,10 +128,11 @@ def handshake(
     payload: Payload | None = None,
     room: Room | None = None,
 ) -> PeerStatus:
-    """Exchange status rows, and for each rank a row of counts, always equally many.
+    """Exchange status rows; each has a fixed number of counts for its receiver.
 
-    Raises on every rank if one has an error, does something else, or has other facts. A payload
-    comes with the status if there is room, of which all ranks know; ``status.payload`` says so.
+    Raises on every rank if one has an error, another operation or other facts. The payload is
+    packed with the status if it fits into the room, which is the same on all ranks; otherwise
+    ``status.payload`` becomes 0.
     """
     envelope: Envelope | None = None
     if room is not None:
@@ -187,21 +188,21 @@ def compare_facts(
 
 
 def _different_facts(collectives: Collectives, facts: Facts, requirement: str) -> InputError:
-    """Exchange facts that differ, for a message that is the same on all ranks."""
+    """Gather the facts of all ranks for an error with the same message on each."""
     texts = collectives.all_gather_texts(json.dumps(facts))
     of_ranks: list[dict[str, str]] = list(map(json.loads, texts))
     first = of_ranks[0]
     rank = next((n for n, each in enumerate(of_ranks) if each != first), 0)
     other = of_ranks[rank]
-    found = []
+    differences = []
     for name in dict.fromkeys([*first, *other]):
         mine, theirs = first.get(name, "none"), other.get(name, "none")
         if mine != theirs:
-            found.append(f"{name}: {mine} on rank 0, {theirs} on rank {rank}")
+            differences.append(f"{name}: {mine} on rank 0, {theirs} on rank {rank}")
             if name in _STRUCTURE:
                 break
-    shown = "; ".join(found[:_MAX_SHOWN])
-    more = len(found) - _MAX_SHOWN
+    shown = "; ".join(differences[:_MAX_SHOWN])
+    more = len(differences) - _MAX_SHOWN
     got = f"{shown}; and {more} more" if more > 0 else shown
     return InputError(message(requirement, got, "Nothing has changed on any rank"))
 
@@ -210,7 +211,7 @@ def _different_facts(collectives: Collectives, facts: Facts, requirement: str) -
 
 
 def failure_of(rank: int, error: BaseException) -> Exception:
-    """The error that other ranks raise for that of a rank."""
+    """The error that other ranks raise for a rank's error."""
     text = f"rank {rank}: {error}"
     if isinstance(error, MemoryError):
         return MemoryError(text)
@@ -247,7 +248,7 @@ class Peers:
     def agree(self, error: BaseException | None, undo: Callable[[], None] | None = None) -> None:
         """Raise if any rank has an error; all ranks call it.
 
-        ``undo`` is called before, but not if ranks lose contact: the others may have gone on.
+        ``undo`` is called first, but not if ranks lose contact: others may have finished.
         """
         failures = self.gather(None if error is None else failure_of(self.rank, error))
         if undo is not None and any(failures):
@@ -277,6 +278,6 @@ class Peers:
 
 
 def as_documented(error: BaseException) -> BaseException:
-    """Torch's error for a failed allocation as a ``MemoryError``; any other unchanged."""
+    """Convert torch's error for a failed allocation to ``MemoryError``; return others unchanged."""
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, InputError)
     return MemoryError(str(error)) if is_torchs and is_out_of_memory(error) else error

@@ -49,13 +49,13 @@ SumOrder: TypeAlias = Literal["fast", "global"]
 # Maps the gradients of looked-up rows to gradients of the weight.
 RowGradFn: TypeAlias = Callable[[Tensor], Sequence[IndexedGrad]]
 
-NUM_COUNTS = 3  # numbers that a rank has for another, per table of a lookup or per gradient
-_BLOCK_BYTES = 512  # of ``st_blocks``
+NUM_COUNTS = 3  # sent to each rank, per table of a lookup or per gradient
+_BLOCK_BYTES = 512  # unit of ``st_blocks``
 _INT32_ROWS = 1 << 31  # row numbers of smaller shards are sent as int32
 
 
 class ShardedTable:
-    """A table of which each rank has a shard."""
+    """A table sharded across ranks."""
 
     def __init__(
         self,
@@ -75,19 +75,19 @@ class ShardedTable:
         self.reduce: Reduction = reduce
         self.order: SumOrder = order
         self.wire: WireFormat | None = wire
-        self.codec: Codec | None = None  # None: rows are sent as they are
+        self.codec: Codec | None = None  # None: rows are sent unchanged
         self.rows: int = module.num_embeddings
         self.dim: int = module.embedding_dim
-        # This rank's shard. All have equally many round-robin rows: the last of some is no row.
+        # This rank's shard. Round-robin shards have equal lengths: the last row may be padding.
         self.weight: Tensor = module.weight
         self.is_bag: bool = isinstance(module, nn.EmbeddingBag)
         self.mode: str = getattr(module, "mode", "sum")
         self.padding_idx: int | None = module.padding_idx
         self.scale_grad_by_freq: bool = bool(module.scale_grad_by_freq)
-        self.spec: Any = _shape_only_module(module, self.name)  # of the whole table, for checks
-        self.local_weight: Tensor = module.weight.detach()  # the shard, until the module has it
+        self.spec: Any = _shape_only_module(module, self.name)  # of the whole table
+        self.local_weight: Tensor = module.weight.detach()  # the shard, before the module has it
         self.local: Embedding | EmbeddingBag | None = None  # looks up rows of the shard
-        self.new_file: str | None = None  # that was created for the shard
+        self.new_file: str | None = None  # path of a file created for the shard
         self._has_max_norm = module.max_norm is not None
 
     @property
@@ -96,7 +96,7 @@ class ShardedTable:
 
     @property
     def row_stride(self) -> int:
-        """The number of rows of the table from one local row to the next."""
+        """The distance in the table between adjacent local rows."""
         return self.placement.row_stride(self.collectives.world_size)
 
     @property
@@ -107,7 +107,7 @@ class ShardedTable:
 
     @property
     def owner(self) -> int:
-        """The rank that has the whole table; -1 if its rows are on all ranks."""
+        """The rank that owns the whole table; -1 if its rows are on all ranks."""
         return getattr(self.placement, "owner", -1)
 
     @property
@@ -121,7 +121,7 @@ class ShardedTable:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of a row when it is sent."""
+        """Bytes of a row on the wire."""
         return self.row_bytes if self.codec is None else self.placement.wire_bytes
 
     @property
@@ -129,12 +129,12 @@ class ShardedTable:
         return self.weight.dtype if self.codec is None else torch.uint8
 
     def encode(self, rows: Tensor, *, is_grad: bool = False) -> Tensor:
-        """Rows as they are sent."""
+        """Encode rows for the wire."""
         codec = self.codec
         return rows.contiguous() if codec is None else codec.encode(rows, is_grad=is_grad)
 
     def decode(self, received: Tensor) -> Tensor:
-        """The elements of rows that have been sent, flat."""
+        """Decode received rows into a flat tensor."""
         return received if self.codec is None else self.codec.decode(received)
 
     @property
@@ -146,7 +146,7 @@ class ShardedTable:
 
     @property
     def local_padding_idx(self) -> int:
-        """The local number of the padding row; -1 if there is none on this rank."""
+        """The local index of the padding row; -1 if there is none on this rank."""
         if self.padding_idx is None:
             return -1
         ranks = self.collectives
@@ -177,21 +177,21 @@ class ShardedTable:
             got = "a part of it" if file is None else "one that an optimizer has trained"
             raise InputError(message(requirement, got, "Shard it before the first step"))
         if not self.placement.is_sharded and self.collectives.world_size > 1:
-            requirement = f"{who} is in a file, of which each rank has its own rows"
-            raise InputError(message(requirement, "'copy'", "Choose 'tables' or 'rows' for it"))
+            requirement = f"{who} is in a file, so its plan must be 'tables' or 'rows'"
+            raise InputError(message(requirement, "'copy'"))
 
     def init_rows(self, seed: int) -> None:
-        """Make the local rows, without changing the module.
+        """Create the local rows, without changing the module.
 
-        A weight on the device ``meta`` has none: they are drawn as torch draws them, but each rank
-        draws its own, so no rank ever has the whole table.
+        A weight on the ``meta`` device is initialized like torch's, but each rank draws only its
+        own rows, so that no rank ever holds the whole table.
         """
         if has_mapped_memory(self.weight):
             self._open_local_file()
             return
         self.local_weight = self.local_shard(self.weight.detach())
         if not self.placement.is_sharded and self.collectives.world_size > 1:
-            # Rank 0 sends its values; until all ranks have them, the weight keeps its own.
+            # Rank 0 broadcasts its values to these copies; the weights keep their own until then.
             mine = torch.empty_like(self.local_weight, memory_format=torch.contiguous_format)
             self.local_weight = mine.copy_(self.local_weight)
         if not self.weight.is_meta:
@@ -204,7 +204,7 @@ class ShardedTable:
             self.local_weight[self.local_padding_idx] = 0
 
     def _open_local_file(self) -> None:
-        """A whole table stays in its file; of round-robin rows, each rank has its own file."""
+        """Open the file of the whole table, or this rank's own file of round-robin rows."""
         whole, ranks = self.weight.detach(), self.collectives
         file = file_of(whole)
         assert file is not None
@@ -226,7 +226,7 @@ class ShardedTable:
                 os.unlink(self.new_file)
 
     def prefetch(self, rows: Tensor) -> None:
-        """Have the system begin to read local rows, if they are in a file."""
+        """Ask the system to start reading local rows, if they are in a file."""
         file = file_of(self.weight)
         if file is not None and len(rows):
             file.prefetch(rows.long().contiguous())
@@ -257,12 +257,12 @@ class ShardedTable:
             module.weight = self.weight
 
     def set_num_rows(self, rows: int) -> None:
-        """Say that the table has more rows; the weight has the local ones already."""
+        """Record that the table has grown; the weight already has its new local rows."""
         self.rows, self.local_weight = rows, self.weight.detach()
         self.spec.weight = self.spec.weight[:1, :1].expand(rows, self.dim)
 
     def lookup(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
-        """A row for each bag, by the local module; without ``lengths``, each id is a bag."""
+        """Look up a row per bag in the local module; without ``lengths``, each id is a bag."""
         assert self.local is not None
         rows: Tensor
         if isinstance(self.local, Embedding):
@@ -282,14 +282,14 @@ class ShardedTable:
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Where each bag begins, and where the last one ends."""
+    """Return the offsets of bags, including the end of the last one."""
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
 
 
 def _shape_only_module(module: EmbeddingModule, name: str) -> Any:
-    """An object with a table's options and shape, but no rows."""
+    """Return an object with the options and shape of a table, but no rows."""
     cls = next(base for base in (nn.Embedding, nn.EmbeddingBag) if isinstance(module, base))
     weight = torch.empty(1, dtype=module.weight.dtype)
     return type(cls.__name__, (SimpleNamespace,), {})(
@@ -310,7 +310,7 @@ class LookupHandle:
     table: ShardedTable
     num_bags: int
     bags_per_rank: Tensor
-    is_partial: bool  # every rank has got its part of all bags
+    is_partial: bool  # every rank received its part of each bag
     inverse: Tensor | None  # of deduplicated ids
     grad_fn: RowGradFn | None = None  # of a replicated table
 
@@ -334,7 +334,7 @@ class TableGroup:
         self, collectives: Collectives, tables: Sequence[ShardedTable], max_tables: int
     ) -> None:
         self.index: int = next(_indices)  # in the order in which groups were made
-        # The same on every rank, also if ranks have called shard() for other groups meanwhile.
+        # The same on every rank, even if some have also called shard() with other groups.
         group = collectives.group
         name = "" if group is None else str(group.group_name)
         self.key: tuple[str, int] = (name, _num_groups[name])
@@ -342,12 +342,12 @@ class TableGroup:
         self.collectives: Collectives = collectives
         self.tables: Sequence[ShardedTable] = tables
         self.num_counts: int = NUM_COUNTS * max_tables  # per rank, at the start of an exchange
-        self.sequence: int = 0  # number of lookups; that of the next handle
-        # The lookups of this rank whose gradient may still come, and those that it has answered.
+        self.sequence: int = 0  # number of lookups so far; the next handle gets it
+        # This rank's lookups whose gradient may still come, and the lookups that it has served.
         self.pending: WeakValueDictionary[int, LookupHandle] = WeakValueDictionary()
         self.served: dict[int, ServedLookup] = {}
-        # Payload sizes after an exchange of each kind: the next one will be alike. Ranks may run
-        # different code, but they agree on the kind of the last exchange.
+        # Room for the next payload, by the kind of the exchange before it: a training loop repeats
+        # its exchanges. Ranks may run different code, but they agree on that kind.
         self._rooms: dict[tuple[int, ...], Room] = {}
         self._last: tuple[int, ...] = ()
         self._before: tuple[int, ...] = ()
@@ -367,7 +367,7 @@ class TableGroup:
         facts: Facts | None = None,
         payload: Payload | None = None,
     ) -> PeerStatus:
-        """Start an exchange, and drop served lookups whose gradient cannot come from any rank."""
+        """Start an exchange, and drop served lookups that no rank can send a gradient for."""
         counts = certain(self.new_counts) if counts is None else counts
         names = [table.name for table in self.tables]
         room = self._rooms.get(self._last)
@@ -381,9 +381,9 @@ class TableGroup:
         return peers
 
     def expect(self, outgoing: Tensor, incoming: Tensor, max_bytes: int) -> None:
-        """Make room in exchanges after the one before this: to and from each rank, for as much.
+        """Make room for this many bytes per rank in the next exchange at this place of the loop.
 
-        All ranks call it after the same handshakes, with the same ``max_bytes`` of all of them.
+        All ranks call it after the same handshakes, with the same ``max_bytes``.
         """
         size = row_bytes(self.num_counts)
         if (empty := certain(lambda: self.collectives.room(size, max_bytes))) is None:
@@ -400,10 +400,10 @@ class TableGroup:
         error: BaseException | None = None,
         max_bytes: int = 0,
     ) -> PeerStatus:
-        """Start an exchange that is no lookup, with a number for each rank."""
-        status, room = self.status(operation, table), None
+        """Start an exchange other than a lookup, with one number for each rank."""
+        status, rows = self.status(operation, table), None
         status.max_bytes = max_bytes
         if counts is not None:
-            room = certain(self.new_counts)
-            room[:, 0] = counts
-        return self.handshake(status, room, error)
+            rows = certain(self.new_counts)
+            rows[:, 0] = counts
+        return self.handshake(status, rows, error)

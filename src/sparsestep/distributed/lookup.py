@@ -294,7 +294,7 @@ class _LookupExchange:
         return read
 
     def _expect(self, outgoing: Tensor, incoming: Tensor, max_bytes: int) -> None:
-        """Make room for as much beside the status of the next lookup."""
+        """Make room for this many bytes with the status of the next lookup."""
         sent, received = certain(lambda: (outgoing.sum(1), incoming.sum(1)))
         self._group.expect(sent, received, max_bytes)
 

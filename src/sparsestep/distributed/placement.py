@@ -18,10 +18,10 @@ PlacementKind: TypeAlias = Literal["tables", "rows", "copy"]
 EmbeddingModule: TypeAlias = nn.Embedding | nn.EmbeddingBag
 
 LENGTH_DTYPE = torch.int32  # of the lengths of bags on the wire
-# Bags with at least this many ids per rank go to all ranks: with random ids, fewer than 2 % of the
+# Bags with at least this many ids per rank go to all ranks: with random ids, less than 2 % of the
 # parts are empty.
 BROADCAST_BAG_FACTOR = 4
-# Larger sizes and numbers of ranks are mistakes, and would take forever to add up.
+# Larger sizes and numbers of ranks are mistakes, and sums over them would take forever.
 _MAX_SIZE = 1 << 62
 MAX_WORLD_SIZE = 1 << 20
 
@@ -69,7 +69,7 @@ class Placement(ABC):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of a row when it is sent."""
+        """Bytes of a row on the wire."""
         return row_bytes(self.wire, self.dim, self.item)
 
     def rows_on(self, rank: int, world_size: int) -> int:
@@ -140,7 +140,7 @@ class Placement(ABC):
         return f"sharded={self.kind!r}"
 
     def check_supported(self, module: EmbeddingModule, who: str, world_size: int) -> None:
-        """Raise if tables with the options of a module cannot be placed like this."""
+        """Raise if this placement does not support the options of a module."""
         return
 
     def has_rows(self, rank: int) -> bool:
@@ -148,15 +148,15 @@ class Placement(ABC):
         return True
 
     def local_shard(self, whole: Tensor, rank: int, world_size: int) -> Tensor:
-        """The part of a tensor with one entry per row of the table that belongs to a rank."""
+        """A rank's part of a tensor that has one entry per row of the table."""
         return whole
 
     def local_row(self, row: int, rank: int, world_size: int) -> int:
-        """The number of a row on a rank; -1 if another rank has it."""
+        """The local index of a row on a rank; -1 if another rank owns it."""
         return row if self.has_rows(rank) else -1
 
     def row_stride(self, world_size: int) -> int:
-        """The number of rows of the table from one row of a rank to its next."""
+        """The distance in the table between adjacent rows of a rank."""
         return 1
 
     def counts_to_owner(self, count: int, world_size: int) -> Tensor:
@@ -190,8 +190,8 @@ class ByTable(Placement):
 
     def _bytes_per_step(self, world_size: int, batch: int, length: float) -> int:
         # Ids and gradients go to the owner, rows come back.
-        away = (world_size - 1) / world_size
-        return round(away * (4 * batch * length + 2 * batch * self.wire_bytes))
+        remote_share = (world_size - 1) / world_size
+        return round(remote_share * (4 * batch * length + 2 * batch * self.wire_bytes))
 
     def describe(self) -> str:
         return f"rank {self.owner}"
@@ -221,14 +221,14 @@ class ByRow(Placement):
         return len(range(rank, self.rows, world_size))
 
     def _bytes_per_step(self, world_size: int, batch: int, length: float) -> int:
-        away = (world_size - 1) / world_size
+        remote_share = (world_size - 1) / world_size
         bags, lengths = float(batch), 0.0
         if length > 1:  # a bag has parts on several ranks
             is_broadcast = length >= BROADCAST_BAG_FACTOR * world_size
             share = 1 if is_broadcast else 1 - (1 - 1 / world_size) ** length
             bags = batch * world_size * share
             lengths = LENGTH_DTYPE.itemsize * bags
-        return round(away * (4 * batch * length + lengths + 2 * bags * self.wire_bytes))
+        return round(remote_share * (4 * batch * length + lengths + 2 * bags * self.wire_bytes))
 
     def describe(self) -> str:
         return "round-robin"
@@ -240,7 +240,7 @@ class ByRow(Placement):
             raise InputError(message(requirement, "'rows'", remedy))
 
     def local_shard(self, whole: Tensor, rank: int, world_size: int) -> Tensor:
-        # All ranks have equally many rows; the last one of some is no row of the table.
+        # All ranks have the same number of rows: on some, the last one is padding.
         shard = whole.new_zeros(-(-len(whole) // world_size), *whole.shape[1:])
         mine = whole[rank::world_size]
         shard[: len(mine)] = mine
@@ -288,12 +288,12 @@ PLACEMENTS: dict[str, type[Placement]] = {each.kind: each for each in (ByTable, 
 
 
 def table_label(name: str) -> str:
-    """A table in a message; a model that is a table itself has no name."""
+    """The name of a table in a message; a model that is itself a table has none."""
     return repr(name) if name else "the table"
 
 
 def check_int(who: str, name: str, value: object, least: int, most: int = _MAX_SIZE) -> None:
-    """Raise if an argument is no integer in a range."""
+    """Raise unless an argument is an integer in a range."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if not is_int or not least <= value <= most:  # type: ignore[operator]
         limits = f"in [{least}, {most}]" if most < _MAX_SIZE else f"at least {least}"
@@ -301,13 +301,13 @@ def check_int(who: str, name: str, value: object, least: int, most: int = _MAX_S
 
 
 def check_rank(who: str, rank: object, world_size: int) -> None:
-    """Raise if there is no such rank."""
+    """Raise unless a rank is in the range of the world size."""
     check_int(who, "world_size", world_size, 1, MAX_WORLD_SIZE)
     check_int(who, "rank", rank, 0, world_size - 1)
 
 
 def check_length(what: str, value: object) -> None:
-    """Raise if a value is no length of bags."""
+    """Raise unless a value is a valid length of bags."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= _MAX_SIZE:  # type: ignore[operator]
         raise InputError(message(f"{what} must be a number of ids, at least 0", repr(value)))

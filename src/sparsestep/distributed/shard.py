@@ -125,6 +125,25 @@ class ShardedEmbedding(ShardedModule):
             name = prefix + "weight"
             destination[name] = destination[name].as_subclass(RowsOfRank)
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers"):  # the weight would be another's
+            requirement = f"a sharded table must keep its weight, {prefix + 'weight'!r}"
+            error_msgs.append(message(requirement, "assign=True", "Load without it"))
+            return
+        lists = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(  # type: ignore[misc]
+            state_dict, prefix, local_metadata, strict, *lists
+        )
+
     def extra_repr(self) -> str:
         """Torch's, and where the rows are."""
         placement = self.sharded_table.placement

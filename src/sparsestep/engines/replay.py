@@ -266,8 +266,10 @@ def pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
     """Split tensors of one shape alike into parts of at most so many elements, or single rows."""
     first = tensors[0]
     count = first.numel()
+    if not count:
+        return
     if all(tensor.is_contiguous() for tensor in tensors):
-        if 0 < count <= most:
+        if count <= most:
             yield tensors
             return
         tensors = [tensor.view(-1) for tensor in tensors]
@@ -276,9 +278,8 @@ def pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Sequence[Tensor]]:
         tensors = [t.as_strided((count,), (1,), t.storage_offset()) for t in tensors]
         length = most
     else:
-        length = max(1, most * len(first) // max(1, count))
-    if count:
-        yield from zip(*(tensor.split(length) for tensor in tensors), strict=True)
+        length = max(1, most * len(first) // count)
+    yield from zip(*(tensor.split(length) for tensor in tensors), strict=True)
 
 
 def largest_piece(tensor: Tensor, most: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,7 +43,6 @@ from sparsestep.distributed.checkpoint._state import (
 )
 from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.errors import InputError, message
-from sparsestep.memory.disk import FolderLock
 from sparsestep.nn.grow import do_nothing
 from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 StrPath: TypeAlias = str | os.PathLike[str]
+
+# The latest ``async_save`` to each folder; a later save waits for it. Its thread keeps it alive.
+_background_saves: WeakValueDictionary[str, Future[None]] = WeakValueDictionary()
 
 
 def _agreed_arguments(
@@ -66,26 +69,6 @@ def _agreed_arguments(
 
 
 # Saving
-
-
-def _lock_folder(who: str, folder: Path, peers: Peers) -> ExitStack:
-    """Create a folder, and lock it until the returned stack is closed; all ranks call it."""
-    with ExitStack() as stack:
-        with peers.agreeing():
-            if peers.rank == 0:
-                if not folder.exists():
-                    folder.mkdir(parents=True, exist_ok=True)
-                    stack.callback(_remove_empty, folder)
-                if not stack.enter_context(FolderLock(folder)):
-                    requirement = f"{who}: {str(folder)!r} can be written by one call at a time"
-                    remedy = "Wait for the result() of an async_save before you save there again"
-                    raise InputError(message(requirement, "another that has not finished", remedy))
-        return stack.pop_all()
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # it has files
-        folder.rmdir()
 
 
 def _dcp_save(
@@ -169,10 +152,8 @@ def _manifest_entries(metadata: Metadata) -> dict[str, Entry]:
     return found
 
 
-def _dcp_async_save(
-    entries: Any, about: Any, folder: Path, peers: Peers, locked: ExitStack
-) -> Future[None]:
-    """Write copied tensors in a thread, and close ``locked`` then; all ranks call it.
+def _dcp_async_save(entries: Any, about: Any, folder: Path, peers: Peers) -> Future[None]:
+    """Write copied tensors in a thread; all ranks call it.
 
     If these are only some of the ranks, they write before this returns. Torch cannot make another
     group of some ranks: it derives the name from the number of groups that a process belongs to,
@@ -184,16 +165,19 @@ def _dcp_async_save(
         group = new_group("gloo")
         peers = Peers(group)
 
+    earlier = _background_saves.get(os.path.realpath(folder))
+
     def write() -> None:
-        with locked:
-            try:
-                _dcp_save(entries, about, folder, peers)
-            finally:
-                if group is not None:
-                    dist.destroy_process_group(group)
+        try:
+            if earlier is not None:
+                wait([earlier])
+            _dcp_save(entries, about, folder, peers)
+        finally:
+            if group is not None:
+                dist.destroy_process_group(group)
 
     writer = ThreadPoolExecutor(1, "sparsestep-save")
-    saving = writer.submit(write)
+    saving = _background_saves[os.path.realpath(folder)] = writer.submit(write)
     writer.shutdown(wait=is_part)
     return saving
 
@@ -314,8 +298,7 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
             or ``None``, or lists, tuples and dicts of these.
 
     Raises:
-        InputError: ranks do not share the disk, an option is of another kind, or another call is
-            saving to the folder.
+        InputError: ranks do not share the disk, or an option is of another kind.
         OSError: on all ranks, if a rank cannot write.
 
     Example:
@@ -333,26 +316,28 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
         <All keys matched successfully>
     """
     folder, state, peers = _agreed_arguments("save", path, model, optimizer)
-    with _lock_folder("save", folder, peers):
-        earlier = MappedCheckpoint(folder, {})
-        with suppress(InputError, OSError):  # there is none that this one could continue
-            earlier = MappedCheckpoint(folder, manifest.read(folder).about)
-        files = MappedSave(folder, peers, earlier)
-        with peers.agreeing(undo=files.discard):
-            files.write(state.model, optimizer)
-            entries, about = state.entries(has_files=True), state.layouts().pack()
-        about[MAPPED] = peers.gather(pack(files.manifest))
-        _dcp_save(entries, about, folder, peers, files.discard)
-        uninterrupted(files.finish)
+    with peers.agreeing():
+        if (saving := _background_saves.get(os.path.realpath(folder))) is not None:
+            wait([saving])
+    earlier = MappedCheckpoint(folder, {})
+    with suppress(InputError, OSError):  # there is none that this one could continue
+        earlier = MappedCheckpoint(folder, manifest.read(folder).about)
+    files = MappedSave(folder, peers, earlier)
+    with peers.agreeing(undo=files.discard):
+        files.write(state.model, optimizer)
+        entries, about = state.entries(has_files=True), state.layouts().pack()
+    about[MAPPED] = peers.gather(pack(files.manifest))
+    _dcp_save(entries, about, folder, peers, files.discard)
+    uninterrupted(files.finish)
 
 
 def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Future[None]:
     """Save in the background, while training continues; all ranks call it.
 
     Everything is copied first, which takes as much memory as the checkpoint: later steps do not
-    change what is saved. Ranks write it in a process group of its own. Until it has finished, the
-    folder cannot be saved to again. If only some of the processes share the tables, it is written
-    before this returns.
+    change what is saved. Ranks write it in a process group of its own. A later save to the same
+    folder waits for it. If only some of the processes share the tables, it is written before this
+    returns.
 
     Args:
         path: a folder on a disk that all ranks share.
@@ -374,10 +359,9 @@ def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Fut
         ...     load(path, model, optimizer)
     """
     folder, state, peers = _agreed_arguments("async_save", path, model, optimizer)
-    with _lock_folder("async_save", folder, peers) as locked:
-        with peers.agreeing():
-            entries, about = state.entries(copy=True), state.layouts().pack()
-        return _dcp_async_save(entries, about, folder, peers, locked.pop_all())
+    with peers.agreeing():
+        entries, about = state.entries(copy=True), state.layouts().pack()
+    return _dcp_async_save(entries, about, folder, peers)
 
 
 def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
