@@ -135,6 +135,37 @@ def test_rows_written_in_backward_and_by_hand_are_saved(in_rows, tmp_path: Path)
     assert all_same_bits(before, run.now)
 
 
+@pytest.mark.parametrize("how", ["replayed", "planned", "functional"])
+def test_a_step_without_a_gradient_does_not_hide_writes(how, tmp_path: Path):
+    run = Run(tmp_path)
+    run.train()
+    table, linear = run.model[0].weight, run.model[1].weight
+    functional = sparsestep.FunctionalAdam([table, linear])
+    run.optimizer.zero_grad()
+    if how == "planned":
+        run.optimizer.engine = "reference"
+
+    def step() -> None:
+        linear.grad = torch.ones_like(linear)
+        if how == "functional":
+            functional.step([None, linear.grad])
+        else:
+            run.optimizer.step()
+
+    step()
+    step()
+    run.save()
+    with torch.no_grad():
+        table[3] = 5.0  # not announced
+    step()
+    before = run.now
+    run.save()
+    with torch.no_grad():
+        table.zero_()
+    run.load()
+    assert all_same_bits(before, run.now)
+
+
 @in_each_place
 def test_journals_that_grow_long_are_replaced_by_a_base(in_rows, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_COMPACT_MIN_BYTES", 1)

@@ -204,6 +204,7 @@ def test_refused_arguments_leave_no_file_and_no_change(tmp_path: Path, monkeypat
     for name, wrong in (
         ("new", {"shape": (3, -1)}),
         ("new", {"shape": (2.5,)}),
+        ("new", {"dtype": torch.quint8}),
         ("new", {"optimizer": sparsestep.SGD([table])}),
         ("table", {"optimizer": sparsestep.SGD}),
     ):

@@ -32,7 +32,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-DTYPES = {dtype_name(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+_QUANTIZED = ("qint", "quint")  # torch crashes if it reads such a tensor without a quantizer
+DTYPES = {
+    dtype_name(each): each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and not dtype_name(each).startswith(_QUANTIZED)
+}
 
 
 # JSON

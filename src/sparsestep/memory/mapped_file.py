@@ -440,8 +440,15 @@ def about_to_write(param: Tensor, state: Iterable[Any], rows: Tensor | None) -> 
         if each is not None:
             each.reserve(rows)
     file.is_being_written = True
-    if file.dirty_rows is not None:
-        file.mark(None if file.was_modified(param) else rows)
+    file.mark(None if file.was_modified(param) else rows)
+
+
+def mark_modified(params: Iterable[Tensor]) -> None:
+    """Mark all rows of tables that other code has written, before ``written`` covers that up."""
+    for param in params:
+        file = file_of(param)
+        if file is not None and file.was_modified(param):
+            file.mark(None)
 
 
 def written(params: Iterable[Tensor]) -> None:

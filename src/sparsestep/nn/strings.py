@@ -49,8 +49,10 @@ def hash_strings(strings: Iterable[str]) -> Tensor:
 
 
 def _check_iterable(given: Any) -> None:
-    if isinstance(given, str) or getattr(given, "ndim", 1) == 0:  # NumPy: a string as well
+    if isinstance(given, str):
         raise InputError(message(_STR_REQUIREMENT, f"a single string, {given!r}"))
+    if getattr(given, "ndim", 1) == 0:  # of NumPy or torch
+        raise InputError(message(_STR_REQUIREMENT, f"an array without dimensions, {given!r}"))
     if not isinstance(given, Iterable):
         raise InputError(message(_STR_REQUIREMENT, f"{given!r}, a {type(given).__name__}"))
 

@@ -31,7 +31,13 @@ from sparsestep.grads.layouts import (
     slots_to_rows,
     to_row_slots,
 )
-from sparsestep.memory.mapped_file import about_to_write, file_of, mapped_files, written
+from sparsestep.memory.mapped_file import (
+    about_to_write,
+    file_of,
+    mapped_files,
+    mark_modified,
+    written,
+)
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES, is_distributed, memory_of
 from sparsestep.optim import state as states
 from sparsestep.optim.explain import embedding_warning, explain_dense_gradient
@@ -51,6 +57,7 @@ def reserve_rows(state: Mapping[Tensor, Any], groups: Iterable[Mapping[str, Any]
     it selects.
     """
     for group in groups:
+        mark_modified(group["params"])
         for param in group["params"]:
             if param.grad is None or file_of(param) is None:
                 continue
@@ -390,6 +397,8 @@ class Step:
 
     def prepare(self) -> None:
         """Do everything that can raise. ``commit`` or ``cancel`` must follow."""
+        if mapped_files:
+            mark_modified(self._optimizer.params())
         if self.is_native_only:
             if self._native is not None:
                 self._native.prepare()

@@ -18,7 +18,7 @@ from torch import Tensor
 from sparsestep._process import fork_safe_lock
 from sparsestep.errors import InputError, message
 from sparsestep.memory import disk
-from sparsestep.memory.formats import RowField
+from sparsestep.memory.formats import DTYPES, RowField, dtype_name
 from sparsestep.memory.mapped_file import MappedFile, about_to_write, file_of, open_file, written
 from sparsestep.optim import state as states
 from sparsestep.optim.optimizer import RuleOptimizer
@@ -136,6 +136,8 @@ def mapped(
     path = disk.checked_path("mapped", path)
     if not isinstance(dtype, torch.dtype):
         raise InputError(message("dtype must be a torch.dtype", repr(dtype)))
+    if dtype_name(dtype) not in DTYPES:
+        raise InputError(message("dtype must not be quantized", repr(dtype)))
     sizes = [shape] if isinstance(shape, int) else list(shape)
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
         requirement = "shape must be integers, all at least 1: a file cannot be empty"
