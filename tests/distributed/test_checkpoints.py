@@ -22,6 +22,7 @@ from sparsestep.distributed.checkpoint._reshard import (
     reassign_ids,
 )
 from sparsestep.distributed.placement import hash_owner
+from sparsestep.memory.disk import FolderLock
 from sparsestep.nn.id_table import Options
 from tests.distributed.runs import said
 from tests.ranks import on_ranks
@@ -493,3 +494,17 @@ def test_a_process_group_that_was_destroyed(tmp_path: Path, monkeypatch: pytest.
     for work in (sparsestep.distributed.save, sparsestep.distributed.load):
         message = said(partial(work, tmp_path, table, optimizer))
         assert message.startswith("the process group of sharded tables must exist")
+
+
+def test_a_folder_is_written_by_one_program_at_a_time(tmp_path: Path):
+    """A second one would remove the files of the first, or lose its own."""
+    model, folder = nn.EmbeddingBag(10, 4), tmp_path / "saved"
+    optimizer, distributed = sparsestep.Adam(model.parameters()), sparsestep.distributed
+    distributed.save(folder, model, optimizer)
+    with FolderLock(folder) as is_locked:
+        assert is_locked
+        for save in (distributed.save, distributed.async_save):
+            refused = said(lambda save=save: save(folder, model, optimizer).result())
+            assert "can be written by one program at a time" in refused
+    distributed.load(folder, model, optimizer)
+    distributed.save(folder, model, optimizer)

@@ -43,6 +43,7 @@ from sparsestep.distributed.checkpoint._state import (
 )
 from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.errors import InputError, message
+from sparsestep.memory.disk import FolderLock
 from sparsestep.nn.grow import do_nothing
 from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
@@ -69,6 +70,25 @@ def _agreed_arguments(
 
 
 # Saving
+
+
+def _lock_folder(folder: Path, peers: Peers) -> ExitStack:
+    """Create a folder, and lock it until the returned stack is closed; all ranks call it."""
+    with ExitStack() as stack:
+        with peers.agreeing():
+            if peers.rank == 0:
+                if not folder.exists():
+                    folder.mkdir(parents=True, exist_ok=True)
+                    stack.callback(_remove_empty, folder)
+                if not stack.enter_context(FolderLock(folder)):
+                    requirement = f"save: {str(folder)!r} can be written by one program at a time"
+                    raise InputError(message(requirement, "another that has not finished"))
+        return stack.pop_all()
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it has files
+        folder.rmdir()
 
 
 def _dcp_save(
@@ -171,7 +191,8 @@ def _dcp_async_save(entries: Any, about: Any, folder: Path, peers: Peers) -> Fut
         try:
             if earlier is not None:
                 wait([earlier])
-            _dcp_save(entries, about, folder, peers)
+            with _lock_folder(folder, peers):
+                _dcp_save(entries, about, folder, peers)
         finally:
             if group is not None:
                 dist.destroy_process_group(group)
@@ -298,7 +319,8 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
             or ``None``, or lists, tuples and dicts of these.
 
     Raises:
-        InputError: ranks do not share the disk, or an option is of another kind.
+        InputError: ranks do not share the disk, an option is of another kind, or another program is
+            saving to the folder.
         OSError: on all ranks, if a rank cannot write.
 
     Example:
@@ -319,16 +341,17 @@ def save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
     with peers.agreeing():
         if (saving := _background_saves.get(os.path.realpath(folder))) is not None:
             wait([saving])
-    earlier = MappedCheckpoint(folder, {})
-    with suppress(InputError, OSError):  # there is none that this one could continue
-        earlier = MappedCheckpoint(folder, manifest.read(folder).about)
-    files = MappedSave(folder, peers, earlier)
-    with peers.agreeing(undo=files.discard):
-        files.write(state.model, optimizer)
-        entries, about = state.entries(has_files=True), state.layouts().pack()
-    about[MAPPED] = peers.gather(pack(files.manifest))
-    _dcp_save(entries, about, folder, peers, files.discard)
-    uninterrupted(files.finish)
+    with _lock_folder(folder, peers):
+        earlier = MappedCheckpoint(folder, {})
+        with suppress(InputError, OSError):  # there is none that this one could continue
+            earlier = MappedCheckpoint(folder, manifest.read(folder).about)
+        files = MappedSave(folder, peers, earlier)
+        with peers.agreeing(undo=files.discard):
+            files.write(state.model, optimizer)
+            entries, about = state.entries(has_files=True), state.layouts().pack()
+        about[MAPPED] = peers.gather(pack(files.manifest))
+        _dcp_save(entries, about, folder, peers, files.discard)
+        uninterrupted(files.finish)
 
 
 def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Future[None]:
