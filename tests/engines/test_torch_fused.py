@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,6 +14,7 @@ import sparsestep
 from sparsestep.engines import base, replay
 from sparsestep.engines import torch_fused as torch_kernels
 from sparsestep.engines.replay import CannotReplayError, Recording, Replay
+from sparsestep.rules.options import NUMBERS
 from tests.subject import refused
 from tests.table import COUNTERPARTS, same_bits, saved_state
 
@@ -69,6 +71,22 @@ def assert_torchs_bits(name: str, options: dict[str, Any], dtype: torch.dtype) -
         for key, value in theirs.state[param].items():
             if isinstance(value, Tensor):
                 assert same_bits(saved_state(optimizer, mine)[key], value), key
+
+
+@pytest.mark.parametrize("cls", [ours for ours, _ in COUNTERPARTS], ids=lambda cls: cls.__name__)
+def test_options_may_be_tensors(cls: Any):
+    results = []
+    for convert in (float, partial(torch.tensor, dtype=torch.float64)):
+        param = torch.ones(3, 2, requires_grad=True)
+        optimizer = cls([param], lr=0.1)
+        (group,) = optimizer.param_groups
+        numbers = {name: convert(group[name]) for name in NUMBERS & group.keys() - {"lr"}}
+        group.update(numbers, foreach=True)
+        for step in range(2):
+            param.grad = torch.full((3, 2), 0.5 + step)
+            optimizer.step()
+        results.append(param.detach())
+    assert same_bits(*results)
 
 
 def test_first_gradients_become_momentum_with_the_sign_of_zeros():

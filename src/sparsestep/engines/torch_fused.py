@@ -267,8 +267,8 @@ def _coerce_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Coerce options to the types of torch's kernels: numbers or 0-dim tensors, and bools."""
     keeps_graph = bool(group.get("differentiable"))
 
-    def number(value: Any) -> Any:
-        if isinstance(value, Tensor):
+    def number(value: Any, *, may_be_tensor: bool = True) -> Any:
+        if isinstance(value, Tensor) and (may_be_tensor or keeps_graph):
             return (value if keeps_graph else value.detach()).reshape(())
         return int(value) if isinstance(value, bool) else as_float(value)
 
@@ -276,7 +276,7 @@ def _coerce_options(group: Mapping[str, Any]) -> dict[str, Any]:
     for name in SWITCHES & group.keys():
         found[name] = bool(group[name])
     for name in NUMBERS & group.keys():
-        found[name] = number(group[name])
+        found[name] = number(group[name], may_be_tensor=name == "lr")
     two = as_pair(group.get("betas"))
     if two is not None:
         found["betas"] = tuple(map(number, two))

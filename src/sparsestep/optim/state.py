@@ -132,8 +132,9 @@ def relayout(
         parameters.check_writable("the state", tensor)
         dtype = tensor.dtype
         found[index] = pages.full(shape, fill_value(dtype, value), dtype, tensor.device)
-        pairs.append((tensor.detach().reshape(-1).contiguous(), found[index]))
-    if ext is not None and numel and all(tensor.is_cpu for tensor, _ in pairs):
+        if numel:
+            pairs.append((tensor.detach().reshape(-1).contiguous(), found[index]))
+    if ext is not None and pairs and all(tensor.is_cpu for tensor, _ in pairs):
         sized = [(tensor, into, tensor.element_size()) for tensor, into in pairs]
         ext.repack(old, new, numel, sized, torch.get_num_threads())
         return found
