@@ -26,7 +26,7 @@ class Torn(Operation):
     def run(self) -> None:
         self.first = 1
         torch.zeros(1000)  # may fail
-        time.sleep(0.01)
+        time.sleep(0.05)
         self.second = 1
 
     def values(self) -> dict[str, Any]:
