@@ -77,8 +77,9 @@ def per_param(masks: Masks, params: Sequence[Tensor]) -> Sequence[Tensor | None]
         return [None] * len(params)
     if isinstance(masks, Tensor):
         masks = [masks]
-    if not isinstance(masks, Sequence) or len(masks) != len(params):
-        got = len(masks) if isinstance(masks, Sequence) else type(masks).__name__
+    is_list = isinstance(masks, Sequence) and not isinstance(masks, str)
+    if not is_list or len(masks) != len(params):
+        got = f"a list of {len(masks)}" if is_list else type(masks).__name__
         remedy = "Use None for a parameter that is not masked"
         requirement = f"mask must be a tensor for one parameter, or a list of {len(params)}"
         raise InputError(message(requirement, got, remedy))
