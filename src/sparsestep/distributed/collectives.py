@@ -385,9 +385,9 @@ class Collectives:
 
     def all_gather(self, mine: Tensor, counts: Tensor) -> Tensor:
         """The elements of all ranks, which have as many as ``counts`` says."""
-        incoming_sizes = (counts * mine.dtype.itemsize).unsqueeze(1)
-        outgoing_sizes = torch.full_like(incoming_sizes, mine.nbytes)
-        max_bytes = int(incoming_sizes.max())
+        incoming_sizes = certain(lambda: (counts * mine.dtype.itemsize).unsqueeze(1))
+        outgoing_sizes = certain(lambda: torch.full_like(incoming_sizes, mine.nbytes))
+        max_bytes = certain(lambda: int(incoming_sizes.max()))
         messages = self.all_to_all(lambda: [mine], outgoing_sizes, incoming_sizes, max_bytes)
         return messages.read([mine.dtype])[0]
 

@@ -345,8 +345,9 @@ def _all_headers(group: TableGroup, peers: PeerStatus, mine: Tensor) -> Announce
     num_headers = certain(lambda: torch.tensor(peers["value"]))
     most = max(peers["value"])
     if most * NUM_COUNTS > group.num_counts:
+        sizes = certain(lambda: num_headers * NUM_COUNTS)
         with Caught() as caught:
-            numbers = group.collectives.all_gather(mine, num_headers * NUM_COUNTS)
+            numbers = group.collectives.all_gather(mine, sizes)
         # Without headers, a rank does not know how much comes next.
         group.collectives.check(caught.error)
     else:

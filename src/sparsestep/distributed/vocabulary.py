@@ -17,6 +17,7 @@ from sparsestep.distributed._table import ShardedTable, TableGroup
 from sparsestep.distributed.collectives import Caught, Collectives, Sections
 from sparsestep.distributed.lookup import sharded_lookup
 from sparsestep.distributed.placement import ByRow, check_int, hash_owner
+from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, initialize_rows, prepare_grow
 from sparsestep.nn.id_table import Evict, IdTable, IdTableSnapshot
@@ -278,8 +279,9 @@ class Vocabulary(nn.Module):
             self.exchange_number(ExchangeKind.MERGE, which, caught.error, requirement)
             assert merged is not None
             assert theirs is not None
+            own_rows = merged[1]
+            rows = certain(lambda: self._global_rows(own_rows))
             with caught:
-                rows = self._global_rows(merged[1])
                 if not isinstance(other, Vocabulary):
                     rows = self._gather_rows(theirs, rows)
             self.collectives.check(caught.error)
@@ -305,10 +307,12 @@ class Vocabulary(nn.Module):
     def _gather_rows(self, theirs: IdTableSnapshot, rows: Tensor) -> Tensor:
         """The rows of all ids of an ordinary vocabulary, of which each rank knows its own."""
         ranks, shared = self.collectives, self.local.options.shared
-        owners = hash_owner(theirs.ids[shared : theirs.used], ranks.world_size)
-        counts = owners.bincount(minlength=ranks.world_size)
+        # No rank may leave the others in the exchange.
+        owners = certain(lambda: hash_owner(theirs.ids[shared : theirs.used], ranks.world_size))
+        counts = certain(lambda: owners.bincount(minlength=ranks.world_size))
+        gathered = ranks.all_gather(certain(lambda: rows[shared:]), counts)
         found = torch.empty_like(owners)
-        found[owners.argsort(stable=True)] = ranks.all_gather(rows[shared:], counts)
+        found[owners.argsort(stable=True)] = gathered
         return cat([torch.arange(shared) * ranks.world_size, found])
 
     def export(self, table: Table) -> tuple[nn.Embedding, dict[int, int]] | None:
