@@ -48,6 +48,11 @@ def test_no_operation_is_torn():
     assert f"{len(PAIRS)} cases, 0 findings" in found, found
 
 
+def test_no_rank_leaves_the_others_in_an_exchange():
+    found = run("--sample", "4", "--pairs", "ranks: vocabulary: merge/allocation")
+    assert "4 cases, 0 findings" in found, found
+
+
 def test_no_failed_allocation_tears_a_vocabulary():
     pairs = [f"vocabulary: {each}/allocation" for each in ("lru", "grow", "load", "merge")]
     found = run("--sample", "4", "--pairs", *pairs, "forget: deferred/allocation")

@@ -23,6 +23,7 @@ from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.storage import mapped
 from tests.storage import training
 from tests.storage.training import adam, in_each_place
+from tests.subject import refused
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -270,3 +271,15 @@ def test_clearing_old_state_leaves_holes(tmp_path: Path):
     assert param.detach().any(1).count_nonzero() == len(SPREAD)
     os.fsync(file_of(param).descriptor)  # type: ignore[union-attr]
     assert os.stat(path).st_blocks == before
+
+
+def test_a_gradient_whose_memory_was_released_is_refused_by_a_repeated_step(tmp_path: Path):
+    param = param_in(tmp_path / "table")
+    opt = sparsestep.Adam([param])
+    for _ in range(3):
+        indices, values = torch.tensor([[1, 2]]), torch.ones(2, *param.shape[1:])
+        param.grad = torch.sparse_coo_tensor(indices, values, param.shape)
+        opt.step()
+    param.grad._indices().untyped_storage().resize_(0)
+    with refused(opt, match="param 0 of group 0: the gradient must be a tensor with values"):
+        opt.step()

@@ -24,6 +24,7 @@ from sparsestep.memory.tensors import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     check_has_values,
+    has_memory,
     is_distributed,
     is_plain_meta,
     memory_of,
@@ -203,7 +204,10 @@ def rows_of(param: Tensor, grad: Any) -> list[Tensor | None]:
         return [None]
     if layout is not GradLayout.COO or grad.shape != param.shape or grad.device != param.device:
         return []  # the core declines it
-    return [each.contiguous() for each in coo_indices(materialize(grad))[:1]]
+    indices = coo_indices(materialize(grad))
+    if indices.numel() and not has_memory(indices):
+        return []
+    return [each.contiguous() for each in indices[:1]]
 
 
 def slots_to_rows(param: Tensor, indices: Tensor | None, num_slots: int) -> Tensor | None:

@@ -90,7 +90,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
     if tensor.is_conj() or tensor.is_neg():
         requirement = f"{name} must be a plain tensor, not a conjugate or negative view"
         raise InputError(message(requirement, "such a view", "Use a clone of it"))
-    if tensor.numel() and not _has_memory(tensor):
+    if tensor.numel() and not has_memory(tensor):
         requirement = f"{name} must own memory for all of its elements"
         got = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} without"
         raise InputError(message(requirement, got))
@@ -106,7 +106,7 @@ def check_writable(name: str, tensor: Tensor) -> None:
 
 def check_has_values(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that cannot be read: a fake one, a wrapper, or one without its memory."""
-    if tensor.is_cpu and tensor.numel() and not _has_memory(tensor):
+    if tensor.is_cpu and tensor.numel() and not has_memory(tensor):
         requirement = f"{name} must be a tensor with values in memory"
         got = f"a {type(tensor).__name__} without values"
         raise InputError(message(requirement, got, "Pass an ordinary tensor"))
@@ -117,7 +117,7 @@ def is_plain_meta(tensor: Tensor) -> bool:
     return tensor.is_meta and type(tensor) is Tensor
 
 
-def _has_memory(tensor: Tensor) -> bool:
+def has_memory(tensor: Tensor) -> bool:
     """Whether the storage covers all elements."""
     if not address(tensor):
         return False
