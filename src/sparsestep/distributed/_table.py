@@ -405,5 +405,5 @@ class TableGroup:
         status.max_bytes = max_bytes
         if counts is not None:
             rows = certain(self.new_counts)
-            rows[:, 0] = counts
+            certain(lambda: rows[:, 0].copy_(counts))
         return self.handshake(status, rows, error)

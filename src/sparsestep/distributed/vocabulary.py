@@ -17,7 +17,7 @@ from sparsestep.distributed._table import ShardedTable, TableGroup
 from sparsestep.distributed.collectives import Caught, Collectives, Sections
 from sparsestep.distributed.lookup import sharded_lookup
 from sparsestep.distributed.placement import ByRow, check_int, hash_owner
-from sparsestep.engines.base import certain
+from sparsestep.engines.base import certain, finish
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import AnyOptimizer, Init, Spare, Table, initialize_rows, prepare_grow
 from sparsestep.nn.id_table import Evict, IdTable, IdTableSnapshot
@@ -205,8 +205,7 @@ class Vocabulary(nn.Module):
             number = rows if caught.error is None else 0
             requirement = "Vocabulary.grow: all ranks must name the same number of rows"
             self.exchange_number(ExchangeKind.GROW, number, caught.error, requirement)
-            for commit in commits:
-                commit()
+            finish(commits)
 
     def _prepare_grow(self, rows: int) -> list[Callable[[], object]]:
         """Everything that can raise; the returned functions commit, and cannot fail."""
@@ -383,9 +382,9 @@ class Vocabulary(nn.Module):
         table: ShardedTable | None = None,
     ) -> list[int]:
         """The numbers of all ranks, which are equal if there is a ``requirement``."""
-        counts = torch.full((self.collectives.world_size,), number)
+        counts = certain(lambda: torch.full((self.collectives.world_size,), number))
         peers = self._group.exchange_counts(operation, table or self._table, counts, error)
-        numbers: list[int] = peers.counts[:, 0].tolist()
+        numbers: list[int] = certain(lambda: peers.counts[:, 0].tolist())
         if requirement and len(set(numbers)) > 1:
             got = numbers if operation is ExchangeKind.GROW else "different ones"
             raise InputError(message(requirement, got))
