@@ -464,3 +464,31 @@ def test_a_collection_changes_nothing_if_any_rank_fails(rank: Rank, semantics: A
 def test_the_owner_is_a_hash_of_the_id(ids: list[int], world: int):
     found = hash_owner(torch.tensor(ids, dtype=torch.int64), world).tolist()
     assert found == [(splitmix64(each) >> 32) % world for each in ids]
+
+
+@ranks(2)
+def test_growth_is_whole_where_one_rank_runs_out_of_memory(rank: Rank, monkeypatch):
+    """One allocation fails before ranks exchange their numbers, and one while they commit."""
+    table = nn.Embedding(20, DIM)
+    shard(table, plan="rows")
+    vocabulary = Vocabulary(table)
+    full, commit_grow, failures = torch.full, Vocabulary._commit_grow, []
+
+    def fail_once(name: str) -> None:
+        if rank.is_last and name not in failures:
+            failures.append(name)
+            raise MemoryError(name)
+
+    def failing_full(*arguments: Any, **options: Any) -> Tensor:
+        fail_once("full")
+        return full(*arguments, **options)
+
+    def failing_commit(*arguments: Any) -> None:
+        fail_once("commit")
+        commit_grow(*arguments)
+
+    monkeypatch.setattr(torch, "full", failing_full)
+    monkeypatch.setattr(Vocabulary, "_commit_grow", failing_commit)
+    vocabulary.grow(40)
+    assert failures == (["full", "commit"] if rank.is_last else [])
+    assert (vocabulary.rows, table.num_embeddings) == (40, 40)

@@ -49,9 +49,8 @@ def test_no_operation_is_torn():
 
 
 def test_no_rank_leaves_the_others_in_an_exchange():
-    pairs = ("ranks: vocabulary: merge/allocation", "ranks: vocabulary: grow/allocation")
-    found = run("--sample", "4", "--pairs", *pairs)
-    assert "8 cases, 0 findings" in found, found
+    found = run("--sample", "4", "--pairs", "ranks: vocabulary: merge/allocation")
+    assert "4 cases, 0 findings" in found, found
 
 
 def test_no_failed_allocation_tears_a_vocabulary():
