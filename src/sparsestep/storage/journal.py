@@ -528,11 +528,13 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> FileEntry:
         content = {"version": _REST_VERSION, **content}
         try:
             uninterrupted(lambda: torch.save(content, cast("IO[bytes]", writer)))
+            if writer.error is not None:
+                raise writer.error
         except BaseException as error:
             # Torch then tries to complete its archive, which raises another error.
             raise first_error(error, handled) from None
-        if writer.error is not None:
-            raise writer.error
+        finally:
+            writer.error = None  # in a circle through torch, which the garbage collector cannot see
         os.fsync(file.fileno())
         return FileEntry(name, file.size, file.crc)
 
