@@ -223,26 +223,6 @@ def test_refused_arguments_leave_no_file_and_no_change(tmp_path: Path, monkeypat
     assert not table.any()
 
 
-@pytest.mark.parametrize("path", ["", None, 3, b"table", "a\0b", ["table"]])
-def test_refused_paths(path, tmp_path: Path, monkeypatch):
-    """The empty one would be the current folder."""
-    monkeypatch.chdir(tmp_path)
-    model = torch.nn.Linear(2, 2)
-    opt = sparsestep.Adam(model.parameters())
-    calls = {
-        "mapped": lambda: mapped(path, (ROWS, DIM)),
-        "save": lambda: sparsestep.storage.save(path, model, opt),
-        "load": lambda: sparsestep.storage.load(path, model, opt),
-        "distributed": lambda: sparsestep.distributed.save(path, model, opt),
-    }
-    for name, call in calls.items():
-        with pytest.raises(
-            sparsestep.InputError, match=f"^{name}: path must".replace("distributed", "save")
-        ):
-            call()
-    assert not os.listdir(tmp_path)
-
-
 @in_each_place
 def test_copies_and_pickles_are_ordinary_tensors(in_rows, tmp_path: Path):
     table = table_in(tmp_path / "table", optimizer=adam if in_rows else None)
