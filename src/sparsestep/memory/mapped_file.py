@@ -244,12 +244,6 @@ class MappedFile(mmap.mmap):
         """Whether other code has written the table since the last write that was announced."""
         return self.version is not None and self.version != version_of(tensor)
 
-    def note_used(self, name: str) -> None:
-        """Record in the file that this state of its rows may no longer be zero."""
-        self.lock()
-        self.header = self.header._replace(used=self.header.used | {name})
-        disk.write(self.descriptor, self.header.encode(), 0)
-
     def switch_to(self, descriptor: int, header: FileHeader, reserved: Tensor) -> None:
         """Map another file of the same layout at the same address; its descriptor is duplicated."""
         disk.map_file(self.address - HEADER_BYTES, self.header.file_bytes, descriptor)
@@ -469,7 +463,8 @@ def new_state(
         if name in file.header.used and value == 0:
             _clear(file, name)
         if name not in file.header.used:
-            file.note_used(name)
+            file.header = file.header._replace(used=file.header.used | {name})
+            disk.write(file.descriptor, file.header.encode(), 0)
         file.saved_in = None  # a checkpoint has the state of an earlier optimizer
         found, tensor = file, file.tensor(name)
     else:
