@@ -20,6 +20,7 @@ from torch.masked import masked_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsestep
+from sparsestep.memory import mapped_file
 from sparsestep.memory.mapped_file import file_of, mapped_files
 from sparsestep.storage import Mapped, mapped
 from tests.storage.training import (
@@ -333,13 +334,17 @@ def test_state_that_does_not_fit_the_rows_lies_apart(tmp_path: Path):
     assert opt.state[model.weight]["exp_avg"].dtype == torch.bfloat16
 
 
-def test_a_state_in_the_rows_is_replaced_when_all_of_a_checkpoint_is_read(tmp_path: Path):
+def test_a_state_in_the_rows_is_replaced_when_all_of_a_checkpoint_is_read(
+    tmp_path: Path, monkeypatch
+):
+    """Also rows that are zero in the checkpoint, of which nothing is copied."""
+    monkeypatch.setattr(mapped_file, "_CHUNK_BYTES", 1)
     make = functools.partial(sparsestep.Adagrad, lr=0.1)  # its state is there from the beginning
     tables = table_in(tmp_path / "table", optimizer=make), initial()
     params = [[nn.Parameter(table), nn.Parameter(torch.zeros(3))] for table in tables]
     there, here = (make(each) for each in params)
-    for each, opt in zip(params, (there, here), strict=True):
-        each[0].grad = coo([7, 250], (ROWS, DIM))
+    for each, opt, rows in zip(params, (there, here), ([7, 9, 250], [7, 250]), strict=True):
+        each[0].grad = coo(rows, (ROWS, DIM))
         opt.step()
     for _ in range(2):
         here.step()
