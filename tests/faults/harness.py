@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, is_out_of_memory
 from tests.faults import ranks
-from tests.faults.allocations import is_out_of_memory
 from tests.faults.injectors import AllocationFailures, Injector, Signals
 from tests.faults.operations import Operation
 from tests.faults.snapshot import Snapshot, difference
