@@ -26,6 +26,7 @@ from sparsestep.optim import OPTIMIZERS
 from tests.subject import refused
 from tests.table import (
     FEW,
+    WITH_DENSE,
     all_same_bits,
     each_engine,
     running_on,
@@ -165,6 +166,19 @@ def test_state_that_is_created_in_inference_mode_can_be_written_outside(cls: Any
         params[1].data = params[1].t().contiguous().t()  # its state has to be made again
     opt.step()
     assert all(params[0][0] != 1)
+
+
+@pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
+@pytest.mark.parametrize("cls", WITH_DENSE)
+def test_rows_that_were_deferred_in_inference_mode_catch_up_outside(cls: Any):
+    param = nn.Parameter(torch.ones(6, 2))
+    opt = cls([param], lr=0.1, semantics="dense")
+    for row in range(4):
+        param.grad = torch.sparse_coo_tensor([[row]], torch.ones(1, 2), (6, 2))
+        with torch.inference_mode(row == 0):
+            opt.step()
+    opt.catch_up()
+    assert all(param[3] != 1)
 
 
 @pytest.mark.parametrize("cls", OPTIMIZERS)
