@@ -1,43 +1,76 @@
-"""Torch's kernels: what they are given, and that their bits are torch's."""
+"""Torch's kernels: what they are given; recorded on one element and replayed on others."""
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import sparsestep
-from sparsestep.engines import base
+from sparsestep.engines import base, replay
+from sparsestep.engines import torch_fused as torch_kernels
+from sparsestep.engines.replay import CannotReplayError, Recording, Replay
 from sparsestep.rules.options import NUMBERS
 from tests.subject import refused
-from tests.table import COUNTERPARTS, all_same_bits, same_bits
+from tests.table import COUNTERPARTS, same_bits, saved_state
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((ours.__name__, {"weight_decay": 0.1}) for ours, _ in COUNTERPARTS),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.5, "foreach": True}),
+    ("SGD", {"momentum": 0.9, "fused": True}),
+    ("Adam", {"amsgrad": True, "weight_decay": 0.1, "maximize": True}),
+    ("Adam", {"foreach": True}),
+    ("Adam", {"fused": True}),
+    ("AdamW", {"lr": torch.tensor(0.01)}),
+    ("Adagrad", {"lr_decay": 0.1}),
+    ("RMSprop", {"centered": True, "momentum": 0.9}),
+]
+SHAPES = [(700,), (9, 99), (1, 257), (3, 5, 31), (), (0, 4)]
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
-@pytest.mark.parametrize("kernel", ["fused", "foreach"])
-def test_any_strides_have_the_bits_of_torch(name: str, kernel: str):
-    """Fused kernels take elements in the order of memory, and torch rounds by strides."""
-    options = {"lr": 0.01, **({"momentum": 0.9} if name == "SGD" else {}), kernel: True}
+def made(dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
-    start = [torch.randn(30, 20).T, torch.randn(3, 5, 31)]
-    if kernel == "foreach":  # fused kernels would write into the gaps
-        start.append(torch.randn(30, 20)[:, ::2])
-    both = [copy.deepcopy(start) for _ in range(2)]
-    optimizers = [
-        getattr(module, name)([value.requires_grad_() for value in values], **options)
-        for module, values in zip((torch.optim, sparsestep), both, strict=True)
-    ]
+    found = [torch.randn(shape, dtype=dtype) for shape in SHAPES]
+    found.append(torch.randn(30, 20, dtype=dtype).T)
+    found.append(torch.randn(30, 20, dtype=dtype)[:, ::2])  # elements with gaps
+    return [tensor.requires_grad_() for tensor in found]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_tensors_in_many_pieces_have_torchs_bits(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch_kernels, "PIECE", 64)
+    monkeypatch.setattr(torch_kernels, "_FEW_PARAMS", 0)
+    for dtype in (torch.float32, torch.float64, torch.complex64):
+        # Torch has no such kernels for complex numbers.
+        if not dtype.is_complex or not {"fused", "amsgrad"} & options.keys():
+            assert_torchs_bits(name, options, dtype)
+
+
+def assert_torchs_bits(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    params, ours = made(dtype), made(dtype)
+    if options.get("fused"):  # torch's fused kernels write into the gaps
+        del params[-1], ours[-1]
+    theirs = getattr(torch.optim, name)(params, **{"lr": 0.01, **options})
+    kernel = {} if {"foreach", "fused"} & options.keys() else {"foreach": False}
+    optimizer = getattr(sparsestep, name)(ours, **{"lr": 0.01, **options, **kernel})
     for _ in range(3):
-        for theirs, mine in zip(*both, strict=True):
-            theirs.grad = torch.randn_like(theirs)
-            mine.grad = theirs.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert all_same_bits(*both)
+        for param, mine in zip(params, ours, strict=True):
+            param.grad = torch.randn_like(param)
+            mine.grad = param.grad.clone()
+        theirs.step()
+        optimizer.step()
+    for param, mine in zip(params, ours, strict=True):
+        assert same_bits(mine.detach(), param.detach())
+        for key, value in theirs.state[param].items():
+            if isinstance(value, Tensor):
+                assert same_bits(saved_state(optimizer, mine)[key], value), key
 
 
 @pytest.mark.parametrize("cls", [ours for ours, _ in COUNTERPARTS], ids=lambda cls: cls.__name__)
@@ -64,35 +97,33 @@ def test_first_gradients_become_momentum_with_the_sign_of_zeros():
     assert same_bits(optimizer.state[param]["momentum_buffer"], param.grad)
 
 
-def test_a_kernel_that_fails_after_it_has_written_changes_nothing(monkeypatch: pytest.MonkeyPatch):
-    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-    optimizer = sparsestep.Adam(params, foreach=False)
-    right = optimizer.torch_kernel
+def test_an_operation_that_fails_is_repeated_and_no_other():
+    first = torch.ones(1)
+    with Recording([first]) as recording:
+        first.add_(1)
+        (first * 3).neg_()
+        first.mul_(2)
+    tensor, failures = torch.ones(4), []
+    replayed = Replay(recording)
+    replayed.reserve(4)
+    step = replayed._steps[1]
 
-    def fail(batch: Any) -> None:
-        right(batch)
-        raise MemoryError("nothing left")
+    def fails_twice(environment: list[Any]) -> Any:
+        if len(failures) < 2:
+            failures.append("failed")
+            raise MemoryError
+        return step(environment)
 
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones(3)
-        with monkeypatch.context() as patch, refused(optimizer, error=MemoryError):
-            patch.setattr(optimizer, "torch_kernel", fail)
-            optimizer.step()
-        optimizer.step()
+    replayed._steps[1] = fails_twice
+    replayed.run([replayed.environment([tensor])])
+    assert len(failures) == 2
+    assert tensor.tolist() == [4.0] * 4
 
 
-def test_views_of_one_memory_are_updated_one_after_the_other():
-    results = []
-    for cls in (torch.optim.SGD, sparsestep.SGD):
-        memory = torch.ones(4)
-        views = [memory[:3].requires_grad_(), memory[1:].requires_grad_()]
-        optimizer = cls(views, lr=0.5, weight_decay=0.5, foreach=False)
-        for view in views:
-            view.grad = torch.ones(3)
-        optimizer.step()
-        results.append(memory)
-    assert same_bits(*results)
+def test_a_kernel_that_reads_numbers_cannot_be_replayed():
+    first = torch.ones(1)
+    with pytest.raises(CannotReplayError), Recording([first]):
+        first.mul_(2).item()
 
 
 def test_what_fails_for_good_is_raised(monkeypatch: pytest.MonkeyPatch):
@@ -106,6 +137,20 @@ def test_what_fails_for_good_is_raised(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(MemoryError, match="nothing left"):
         base.finish([call])
     assert len(attempts) == 4
+
+
+def test_temporaries_are_pieces_and_share_buffers():
+    """A dense step needs no memory of a parameter's size."""
+    assert replay.largest_piece(torch.empty(1 << 24, device="meta"), 1 << 17) == 1 << 17
+    first = torch.ones(1)
+    with Recording([first]) as recording:
+        for _ in range(5):
+            first.add_(first.sqrt().neg_())
+    replayed = Replay(recording)
+    replayed.reserve(1 << 17)
+    assert [buffer.nbytes for buffer in replayed._buffers] == [4 << 17]
+    replayed.release()
+    assert not replayed._buffers
 
 
 # What they are given

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
+from sparsestep.engines import torch_fused
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.storage import checkpoint
 from tests.faults.snapshot import Snapshot, difference, of_optimizer, snapshot
@@ -184,17 +185,42 @@ def catch_up_rows_of_gradients(step: Step) -> None:
         step.optimizer.catch_up(param, param.grad._indices()[0])
 
 
-loop = {"foreach": False}
-DENSE: dict[str, Make] = {
-    **{ours.__name__: partial(ours, weight_decay=0.1, **loop) for ours, _ in COUNTERPARTS},
-    "Adam": partial(sparsestep.Adam, weight_decay=0.1, amsgrad=True, **loop),
-    "AdamW": partial(sparsestep.AdamW, foreach=True),
-    "AdamW fused": partial(sparsestep.AdamW, fused=True),
-    "Adagrad": partial(sparsestep.Adagrad, foreach=True, maximize=True),
-    "SGD": partial(sparsestep.SGD, momentum=0.9, nesterov=True, **loop),
-    "SGD foreach": partial(sparsestep.SGD, lr=0.1, momentum=0.9, foreach=True),
-    "RMSprop": partial(sparsestep.RMSprop, momentum=0.9, centered=True, **loop),
-}
+class DenseStep(Step):
+    """A step in torch's kernels.
+
+    Attributes:
+        few_params: up to so many, copies are put back; beyond, pieces are computed again.
+    """
+
+    layout = "strided"
+    faults = (*Step.faults, "out of memory")
+    few_params = 16
+
+    def setup(self) -> None:
+        torch_fused._FEW_PARAMS, torch_fused.PIECE = self.few_params, 2048
+        super().setup()
+
+
+def dense_steps() -> dict[str, type[Step]]:
+    """Each class, its variants, first steps and later ones."""
+    loop = {"foreach": False}
+    makes: dict[str, Make] = {
+        **{ours.__name__: partial(ours, weight_decay=0.1, **loop) for ours, _ in COUNTERPARTS},
+        "Adam": partial(sparsestep.Adam, weight_decay=0.1, amsgrad=True, **loop),
+        "AdamW": partial(sparsestep.AdamW, foreach=True),
+        "AdamW fused": partial(sparsestep.AdamW, fused=True),
+        "Adagrad": partial(sparsestep.Adagrad, foreach=True, maximize=True),
+        "SGD": partial(sparsestep.SGD, momentum=0.9, nesterov=True, **loop),
+        "SGD foreach": partial(sparsestep.SGD, lr=0.1, momentum=0.9, foreach=True),
+        "RMSprop": partial(sparsestep.RMSprop, momentum=0.9, centered=True, **loop),
+    }
+    found: dict[str, type[Step]] = {}
+    for name, make in makes.items():
+        for when, steps in (("first ", 0), ("", 1)):
+            found[f"{when}dense step: {name}"] = of(DenseStep, make, steps_before=steps)
+    for name in ("dense step: Adam", "dense step: AdamW fused", "first dense step: SGD"):
+        found[f"{name}, in pieces"] = of(found[name], few_params=0)
+    return found
 
 
 def masked_adamw(params: Any) -> RuleOptimizer:
@@ -204,7 +230,7 @@ def masked_adamw(params: Any) -> RuleOptimizer:
 
 Mixed = of(Step, has_layers=True)
 Current = of(Step, precede=catch_up_rows_of_gradients)
-NativeDense = of(Step, sparsestep.AdamW, layout="strided", faults=(*Step.faults, "out of memory"))
+NativeDense = of(Step, sparsestep.AdamW, layout="strided", faults=DenseStep.faults)
 # The history of deferred updates doubles in the middle of it.
 Deferred = of(Mixed, deferred, dtype=torch.float64, steps_before=16)
 reference = partial(adam, lr=1e-3, engine="reference")
@@ -235,8 +261,7 @@ STEPS: dict[str, type[Operation]] = {
     "first dense step": of(NativeDense, steps_before=0),
     "dense step": NativeDense,
     "replayed dense step": of(NativeDense, steps_before=3),
-    **{f"dense step: {name}": of(NativeDense, make) for name, make in DENSE.items()},
-    **{f"first dense step: {n}": of(NativeDense, m, steps_before=0) for n, m in DENSE.items()},
+    **dense_steps(),
 }
 
 

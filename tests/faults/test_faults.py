@@ -25,7 +25,7 @@ PAIRS = (
         "deferred step/line",
         "masked step/line",
     ),
-    *("dense step: Adam/out of memory", "rule step/allocation", "functional step/line"),
+    *("dense step: Adam, in pieces/out of memory", "rule step/allocation", "functional step/line"),
     *("step in backward/line", "lookup: tracked/allocation", "grow/allocation"),
     *("load_state_dict/line", "vocabulary: lru/line", "mapped step/allocation"),
     *("train and save: evicting/kill", "load/kill", "ranks: step/allocation", "ranks: load/line"),

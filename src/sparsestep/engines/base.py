@@ -7,8 +7,9 @@ the phases: only commit writes, and commit cannot raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from sparsestep.rules.options import RowConstraint
 from sparsestep.rules.rule import Rule
 
 Result = TypeVar("Result")
+Subject = TypeVar("Subject")
 
 
 @dataclass(slots=True)
@@ -118,17 +120,32 @@ def finish(calls: Iterable[Callable[[], object]]) -> None:
     reserve is released and the call repeated. They are made in advance, so that nothing else is
     left to allocate.
     """
-    remaining = iter(calls)
-    call: Callable[[], object] | None = None
+    finish_steps(calls, _INVOKE)
+
+
+_INVOKE = (methodcaller("__call__"),)
+_END: Any = object()
+
+
+def finish_steps(subjects: Iterable[Subject], steps: Sequence[Callable[[Subject], object]]) -> None:
+    """Take all steps with each subject, in order, each step until it succeeds; see ``finish``."""
+    remaining = iter(subjects)
+    left: Iterator[Callable[[Subject], object]] = iter(())
+    subject: Any = None
+    step: Callable[[Subject], object] | None = None
     failures = 0
     while True:
         try:
-            if call is None:
-                call = next(remaining, None)
-                if call is None:
-                    return
-            call()
-            call = None
+            if step is None:
+                step = next(left, None)
+                if step is None:
+                    left = iter(steps)
+                    subject = next(remaining, _END)
+                    if subject is _END:
+                        return
+                    continue
+            step(subject)
+            step = None
         except (MemoryError, RuntimeError):  # torch reports failed allocations as either
             if failures >= _MOST_FAILURES:
                 raise

@@ -1,17 +1,22 @@
 """The engine that runs torch's own kernels, for dense gradients under torch's formulas.
 
-Torch's kernels allocate temporaries while they write. On the CPU, a step is atomic even if that
-fails: in prepare, the kernel runs on copies of parameters and state, and commit copies the results
-back. On other devices, for ``differentiable=True``, and for parameters that share memory, the
-kernel runs in commit: if its temporaries do not fit into the memory there, the step is torn.
+Torch's kernels allocate temporaries. On the CPU, a step is atomic even if that fails:
+
+- A few small parameters are copied in prepare. The kernel runs before anything else is written; if
+  it fails, the copies are restored.
+- For all others, the kernel is recorded in prepare and replayed in commit, where nothing of the
+  size of a parameter is allocated (``replay``).
+
+On other devices, and for ``differentiable=True``, the kernel runs in commit: if its temporaries do
+not fit into the memory there, the step is torn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,12 +24,22 @@ from torch import Tensor
 
 from sparsestep._torch import capturable_devices, check_fused
 from sparsestep.engines.base import ParamUpdate, finish
+from sparsestep.engines.replay import (
+    PIECE,
+    CannotReplayError,
+    Recording,
+    Replay,
+    largest_piece,
+    pieces,
+)
 from sparsestep.errors import InputError, is_out_of_memory, message
 from sparsestep.memory import tensors as parameters
 from sparsestep.rules.options import NUMBERS, SWITCHES, as_float, as_pair
 
 ParamState = dict[str, Any]
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Up to this many parameters and elements in total, copies are cheaper than a recording.
+_FEW_PARAMS, _FEW_ELEMENTS = 16, 1 << 15
 
 
 @dataclass(slots=True)
@@ -36,6 +51,9 @@ class DenseBatch:
     grads: list[Tensor]
     state: dict[str, list[Any]]  # tensors by name; None if the kernel creates the tensor
     steps: list[Tensor]  # step counts, which the kernel advances
+    # Whether this is the first step and ``state`` is already allocated, with any values; only for
+    # rules that do not count steps.
+    is_first: bool = False
 
     @property
     def has_complex(self) -> bool:
@@ -61,65 +79,118 @@ class TorchFusedEngine:
         self._state_dtype = state_dtype
         self.claimed: list[ParamUpdate] = []
         self.first_updates: list[ParamUpdate] = []  # of these, the first of their parameter
-        self._batches: dict[tuple[Any, ...], list[ParamUpdate]] = {}
-        self._direct: list[list[ParamUpdate]] = []  # of these, those whose kernel runs in commit
-        self._writes: list[Callable[[], object]] = []  # that copy the results of the others back
+        self._direct: dict[tuple[Any, ...], list[ParamUpdate]] = {}  # run in commit
+        self._replayed: dict[tuple[Any, ...], list[ParamUpdate]] = {}
+        self._prepared: list[tuple[Replay, list[list[Any]]]] = []  # with their environments
+        self._counts: list[Callable[[], object]] = []
+        self._small: list[DenseBatch] = []
+        self._written: list[Tensor] = []  # by the kernels of ``begin``
+        self._copies: list[Tensor] = []
 
     def claim(self, update: ParamUpdate) -> bool:
         """Claim a dense gradient that torch's kernel supports."""
         if not update.settings.has_torch_kernel or not self._fits(update):
             return False
         group, param, counts = update.group, update.param, update.settings.rule.counts_steps
-        on_copies = param.is_cpu and type(param) in _PLAIN and not group.get("differentiable")
-        is_first = update.param_state is None
-        if on_copies and counts and not is_first:
-            update.steps_taken()  # raises if that is no number
-        # Torch's fused SGD needs all momentum buffers or none. Its other kernels do not, and round
-        # half-precision buffers differently if one is missing.
-        has_all = counts or not is_first or not group.get("fused")
-        self._batches.setdefault((id(group), on_copies, has_all), []).append(update)
+        is_first = update.param_state is None and not counts
+        if param.is_cpu and type(param) in _PLAIN and not group.get("differentiable"):
+            count = update.param_state["step"] if update.param_state and counts else None
+            step = None if count is None else (count.item(), count.dtype)
+            if step is not None and not step[0] >= 0:
+                update.steps_taken()  # raises
+            kind = id(group), is_first, param.dtype, param.dim() > 0, step
+            self._replayed.setdefault(kind, []).append(update)
+        else:
+            # Torch's fused SGD needs all momentum buffers or none. Its other kernels do not, and
+            # round half-precision buffers differently if one is missing.
+            self._direct.setdefault((id(group), is_first and group.get("fused")), []).append(update)
         self.claimed.append(update)
-        if is_first:
+        if update.param_state is None:
             self.first_updates.append(update)
         return True
 
-    @torch.no_grad()
     def prepare(self) -> None:
-        """Create new state, which the commit enters into the optimizer's, and compute on copies."""
-        shared = parameters.overlapping(update.param for update in self.claimed)
-        for (_, on_copies, _), updates in self._batches.items():
-            if on_copies and shared.isdisjoint(id(update.param) for update in updates):
-                self._prepare_copies(updates)
-                continue
-            self._direct.append(updates)
+        """Create new state, which the commit enters into the optimizer's, and record kernels."""
+        with torch.no_grad():
+            for kind, updates in self._replayed.items():
+                for update in updates:
+                    if update.param_state is None:
+                        update.param_state = self._new_param_state(update)
+                elements = sum(update.param.numel() for update in updates)
+                are_few = len(updates) <= _FEW_PARAMS and elements <= _FEW_ELEMENTS
+                try:
+                    if updates[0].settings.rule.counts_steps and are_few:
+                        self._prepare_copies(updates)
+                    else:
+                        self._prepare_replay(updates, is_first=kind[1])
+                except CannotReplayError:
+                    self._direct[kind] = updates
+        for updates in self._direct.values():
             for update in updates:
                 if update.param_state is None:  # for torch, a missing tensor means a first step
                     counts = update.settings.rule.counts_steps
                     update.param_state = self._new_param_state(update) if counts else {}
 
-    def _prepare_copies(self, updates: list[ParamUpdate]) -> None:
-        """Run the kernel on copies; a tensor that it creates itself is a result like the others."""
-        has_state = []
-        for update in updates:
-            has_state.append(update.param_state is not None or update.settings.rule.counts_steps)
-            if update.param_state is None:
-                update.param_state = self._new_param_state(update)
-        batch = self._batch(updates)
-        state = {
-            name: [_copy(t) if has else None for t, has in zip(tensors, has_state, strict=True)]
-            for name, tensors in batch.state.items()
-        }
-        params, steps = list(map(_copy, batch.params)), list(map(_copy, batch.steps))
-        self._kernel(replace(batch, params=params, state=state, steps=steps))
-        written = chain(batch.params, batch.steps, *batch.state.values())
-        results = chain(params, steps, *state.values())
-        self._writes += map(partial, repeat(Tensor.copy_), written, results)
+    def begin(self) -> None:
+        """Start writing; raises and has changed nothing, or succeeds. Without autograd."""
+        try:
+            for batch in self._small:
+                self._kernel(batch)
+        except BaseException:
+            finish((self._restore,))
+            raise
+
+    def _restore(self) -> None:
+        for tensor, copy in zip(self._written, self._copies, strict=True):
+            tensor.copy_(copy)
 
     def commit(self) -> None:
-        """Write; without autograd."""
-        finish(self._writes)
-        for updates in self._direct:
+        """Write the rest; without autograd."""
+        for replay, environments in self._prepared:
+            replay.run(environments)
+            replay.release()
+        finish(self._counts)
+        for updates in self._direct.values():
             self._run(updates)
+
+    def _prepare_copies(self, updates: list[ParamUpdate]) -> None:
+        """Copy the tensors that the kernel will write."""
+        batch = self._batch(updates)
+        written = list(chain(batch.params, batch.steps, *batch.state.values()))
+        self._copies += map(_copy, written)
+        self._written += written
+        self._small.append(batch)
+
+    def _prepare_replay(self, updates: list[ParamUpdate], *, is_first: bool) -> None:
+        """Record the kernel for parameters of one group with equal step counts."""
+        settings, param = updates[0].settings, updates[0].param
+        rule = settings.rule
+        names = [spec.name for spec in rule.state]
+        param_states = [update.param_state or {} for update in updates]
+        steps = [_copy(param_states[0]["step"])] if rule.counts_steps else []
+        key = Replay, is_first, param.dtype, param.dim() > 0
+        replay: Replay | None = settings.core.get(key)
+        if replay is None:
+            first = torch.ones((1,) if param.dim() else (), dtype=param.dtype, device="cpu")
+            inputs = [first, *(first.clone() for _ in range(1 + len(names)))]
+            state = {name: [tensor] for name, tensor in zip(names, inputs[2:], strict=True)}
+            options = _coerce_options(updates[0].group)
+            with Recording(inputs) as recording:
+                self._kernel(DenseBatch(options, inputs[:1], inputs[1:2], state, steps, is_first))
+            replay = Replay(recording)
+            if not rule.counts_steps:  # the kernel is the same in every step
+                settings.core[key] = replay
+        most = PIECE * torch.get_num_threads()
+        replay.reserve(max(largest_piece(update.param, most) for update in updates))
+        environments: list[list[Any]] = []
+        for update, param_state in zip(updates, param_states, strict=True):
+            tensors = [parameters.memory_of(param_state[name]) for name in names]
+            parts = pieces([update.param, update.indexed.values, *tensors], most)
+            environments += map(replay.environment, parts)
+        self._prepared.append((replay, environments))
+        if rule.counts_steps:
+            counts = [param_state["step"] for param_state in param_states]
+            self._counts.append(partial(_set_counts, counts, *steps))
 
     def _batch(self, updates: list[ParamUpdate]) -> DenseBatch:
         """Return the arguments of torch's kernel."""
@@ -183,9 +254,13 @@ class TorchFusedEngine:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, gaps included: they decide how torch rounds a root."""
-    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return new.copy_(tensor)
+    """Copy with ``copy_``, which allocates when it is first called: so not in the commit."""
+    return torch.empty_like(tensor).copy_(tensor)
+
+
+def _set_counts(counts: list[Tensor], step: Tensor) -> None:
+    for count in counts:
+        count.copy_(step)
 
 
 def _coerce_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,12 +128,20 @@ class SGD(RuleOptimizer, Optimizer):
         # With Nesterov's momentum torch's kernel for lists adds to the gradients themselves.
         in_lists = batch.group["foreach"] or not all(param.is_cpu for param in batch.params)
         copied = batch.group["nesterov"] and in_lists
+        buffers = batch.state.get("momentum_buffer", [])
+        options = {name: batch.group[name] for name in names}
+        if batch.is_first:
+            # Torch's kernel would allocate buffers and copy the gradients. To add a gradient to
+            # -0.0 copies it as well, the sign of a zero included.
+            options["dampening"] = 0
+            for buffer in buffers:
+                buffer.fill_(-0.0)
         torch_sgd(
             batch.params,
             [grad.clone() for grad in batch.grads] if copied else batch.grads,
-            batch.state.get("momentum_buffer", []),
+            buffers,
             fused=batch.group["fused"],
-            **{name: batch.group[name] for name in names},
+            **options,
         )
 
     @classmethod

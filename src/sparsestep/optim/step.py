@@ -474,12 +474,12 @@ class Step:
         for update in self._updates:
             self._engines.claim(update)
         self._engines.check()
+        if self._torch is not None:
+            self._torch.prepare()
         if self._catch_up is not None:
             with profiler_range("sparsestep: catch up"):
                 self._catch_up.prepare()
-        if self._torch is not None:  # from values that are up to date
-            self._torch.prepare()
-        self._engines.prepare()
+        self._engines.prepare()  # from values that are up to date
         if self._examined:
             self._warn_of_embeddings()
         if self._torch is not None:
@@ -502,6 +502,7 @@ class Step:
     def _commit(self) -> None:
         with torch.no_grad():
             if self._torch is not None:
+                finish((self._torch.begin,))
                 self._torch.commit()
             self._engines.commit()
             finish(self._calls)
