@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsestep._torch import stack
 from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus
-from sparsestep.distributed._ids import sum_all_duplicates
+from sparsestep.distributed._requests import sum_all_duplicates
 from sparsestep.distributed._table import (
     NUM_COUNTS,
     LookupHandle,
