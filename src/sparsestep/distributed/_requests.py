@@ -385,21 +385,18 @@ def exchange_ids(
 
 
 def id_sections(requests: Sequence[LookupRequest]) -> Sections:
-    return [section for each in requests for section in _sections(each)]
-
-
-def _sections(request: LookupRequest) -> Sections:
-    """The ids of a request, the lengths of bags and the weights, as they are sent."""
-    if not request.is_sent:
-        return [None] * NUM_COUNTS
-    is_sent = request.table.collectives.world_size > 1
-    ids = request.ids.to(request.id_dtype) if is_sent else request.ids
-    weights = request.per_sample_weights
-    return [
-        ids.contiguous(),
-        request.lengths,
-        None if weights is None else weights.detach().contiguous(),
-    ]
+    """The ids of requests, the lengths of bags and the weights, as they are sent."""
+    found: Sections = []
+    for each in requests:
+        ids, weights = each.ids, each.per_sample_weights
+        if not each.is_sent:
+            found += [None] * NUM_COUNTS
+            continue
+        if each.table.collectives.world_size > 1:
+            ids = ids.to(each.id_dtype)
+        weights = None if weights is None else weights.detach().contiguous()
+        found += ids.contiguous(), each.lengths, weights
+    return found
 
 
 def read_ids(

@@ -310,7 +310,6 @@ class LookupHandle:
     table: ShardedTable
     num_bags: int
     bags_per_rank: Tensor
-    is_partial: bool  # every rank received its part of each bag
     inverse: Tensor | None  # of deduplicated ids
     grad_fn: RowGradFn | None = None  # of a replicated table
 
