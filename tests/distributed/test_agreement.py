@@ -16,13 +16,7 @@ from torch import nn
 import sparsestep
 from sparsestep._torch import group_timeout
 from sparsestep.distributed import collectives
-from tests.distributed.runs import (
-    each_kind,
-    initial_rows,
-    said,
-    sharded,
-    whole,
-)
+from tests.distributed.runs import each_kind, initial_rows, said, sharded, whole
 from tests.faults.snapshot import of_optimizer, snapshot
 from tests.ranks import Rank, ranks
 from tests.table import all_same_bits

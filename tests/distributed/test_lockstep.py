@@ -15,15 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sparsestep
 from sparsestep.distributed import _requests, lookup
-from tests.distributed.runs import (
-    PLAN,
-    Net,
-    initial_rows,
-    net_batch,
-    said,
-    sharded,
-    whole,
-)
+from tests.distributed.runs import PLAN, Net, initial_rows, net_batch, said, sharded, whole
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
 

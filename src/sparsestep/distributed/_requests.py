@@ -203,7 +203,11 @@ def lookup_requests(calls: Sequence[tuple[ShardedTable, Any, Any, Any]]) -> list
     )
     if is_plain and ext is not None:
         counts = torch.empty(len(calls), world_size, dtype=torch.int64)
-        asked = [(ids.contiguous(), table.rows, table.owner) for table, ids, _, _ in calls]
+        # The owner of a whole table, or -1: its rows are on all ranks.
+        asked = [
+            (ids.contiguous(), table.rows, getattr(table.placement, "owner", -1))
+            for table, ids, _, _ in calls
+        ]
         found = ext.request_rows(asked, world_size, counts)
         if found is not None:
             return [
