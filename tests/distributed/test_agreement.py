@@ -101,18 +101,20 @@ def test_state_from_before_shard_is_refused(rank: Rank):
 
 
 class Differs(nn.Module):
-    def __init__(self, rows: int = 7, dtype: Any = None, more: int = 0) -> None:
+    def __init__(self, rows: int = 7, dtype: Any = None, more: int = 0, seed: int = 0) -> None:
         super().__init__()
         self.user = nn.Embedding(rows, 2, dtype=dtype)
         self.item = nn.EmbeddingBag(9, 2, mode="sum")
         self.more = nn.ModuleList([nn.Embedding(5, 2) for _ in range(more)])
+        self.grams = sparsestep.nn.NgramEmbedding(7, 2, seed=seed)
 
 
 # Options of the last rank's model, those of shard(), and what all ranks say.
 MODELS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"rows": 8}, {}, "shape of 'user': 7 x 2 on rank 0, 8 x 2 on rank 1"),
     ({"dtype": torch.float64}, {}, "dtype of 'user': torch.float32 on rank 0, torch.float64 on"),
-    ({"more": 1}, {}, "tables: 'user', 'item' on rank 0, 'user', 'item', 'more.0' on rank 1"),
+    ({"more": 1}, {}, "'item', 'grams' on rank 0, 'user', 'item', 'more.0', 'grams' on rank 1"),
+    ({"seed": 1}, {}, "seed of 'grams': 0 on rank 0, 1 on rank 1"),
     ({}, {"plan": "copy"}, "plan of 'user': 'rows' on rank 0, 'copy' on rank 1"),
     ({}, {"plan": {"user": "rows", "item": "tables"}}, "plan of 'item': 'rows' on rank 0, 'tables"),
     ({}, {"reduce": "sum"}, "reduce of 'user': mean on rank 0, sum on rank 1"),
