@@ -75,7 +75,7 @@ def counted() -> Iterator[list[int]]:
 @ranks(3)
 @each_kind
 def test_prefetched_ids_give_the_same_bits(rank: Rank, kind: str):
-    """Ranks end at different times; one of them is given other tensors for a while."""
+    """Ranks end at different times; tensors are replaced in one step, and modified in another."""
     found, num_tables, case = [], len(ROWS), Case(kind)
     real, begun = ShardedTable.prefetch, []
 
@@ -91,12 +91,14 @@ def test_prefetched_ids_give_the_same_bits(rank: Rank, kind: str):
         batches = [batch_of(step, rank.index, BATCH) for step in range(STEPS - rank.index)]
         with counted() as sent:
             for step, batch in enumerate(lockstep(batches, prefetch)):
-                # All ranks send theirs in this step.
-                given = copy.deepcopy(batch) if step == 3 and rank.index == 0 else batch
-                case.step(model, opt, given)
+                if step == 3 and rank.index == 0:  # all ranks send theirs
+                    batch = copy.deepcopy(batch)
+                if step == 4 and rank.index == 0:  # all ranks send those of this table
+                    batch.user.clamp_(max=2)
+                case.step(model, opt, batch)
         found.append(snapshot(collected(model, opt, [])))
         # Prefetched: all but the first two, and the one where a rank had other tensors.
-        assert len(sent) == num_tables * (3 if prefetch else STEPS)
+        assert len(sent) == (num_tables * 3 + 1 if prefetch else num_tables * STEPS)
         # Of tables in files, owners begin to read the rows.
         assert len(begun) == num_tables * (STEPS - 2) * (prefetch and kind != "copy")
     assert found[0] == found[1]
