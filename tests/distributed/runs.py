@@ -95,6 +95,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     dtype: torch.dtype = torch.float32
     clip: float | None = None
+    wire: str | None = None
 
     def optimizer(self, model: nn.Module) -> RuleOptimizer:
         params = list(model.parameters())
@@ -105,8 +106,10 @@ class Case:
 
     def step(self, model: Tables, opt: RuleOptimizer, batch: Batch, share: int = 1) -> Any:
         opt.zero_grad()
-        grads = [grad / share for grad in batch.grads]
-        torch.autograd.backward(model(batch), grads)
+        grads, outputs = [grad / share for grad in batch.grads], model(batch)
+        if self.wire is not None:  # a loss that depends on the rows that came
+            grads = [grad * rows.detach() for grad, rows in zip(grads, outputs, strict=True)]
+        torch.autograd.backward(outputs, grads)
         norm = None
         if self.clip is not None:
             norm = sparsestep.clip_grad_norm_(model.parameters(), self.clip)
@@ -131,7 +134,7 @@ def in_one_process(case: Case, world: int) -> Results:
 def trained(case: Case, rank: int, world: int, **options: Any) -> Results:
     """The shards of the tables and of their state that this rank has after training."""
     model = Tables(case.dtype)
-    options = {"plan": case.kind, "reduce": case.reduce, "order": case.order, **options}
+    options |= {"plan": case.kind, "reduce": case.reduce, "order": case.order, "wire": case.wire}
     sparsestep.distributed.shard(model, **options)
     opt = case.optimizer(model)
     norms = []
@@ -244,6 +247,11 @@ QUICK = {
     "by row": Case("rows", make=sparsestep.RowwiseAdagrad),
     "clipped": Case("tables", clip=0.5),
     **{f"user rule-{kind}": Case(kind, make=sm3_by_rows) for kind in KINDS},
+    **{
+        f"{wire}-{kind}": Case(kind, order="fast", make=sparsestep.SGD, wire=wire)
+        for wire in ("bf16", "int8")
+        for kind in KINDS
+    },
 }
 LOW_PRECISION = {
     "half-rows": Case("rows", order="fast", dtype=torch.bfloat16),

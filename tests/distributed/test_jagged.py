@@ -76,7 +76,9 @@ def collection(**options: Any) -> EmbeddingBagCollection:
 def plain(batch: Keyed) -> list[dict[str, Any]]:
     """Ids, offsets without the last, and weights."""
     parts = {name: batch.to_dict()[name] for name in SIZES}
-    found = {n: (p.values(), p.offsets()[:-1].long(), p.weights_or_none()) for n, p in parts.items()}
+    found = {
+        n: (p.values(), p.offsets()[:-1].long(), p.weights_or_none()) for n, p in parts.items()
+    }
     return [{name: each[n] for name, each in found.items()} for n in range(3)]
 
 

@@ -37,7 +37,8 @@ shard = sparsestep.distributed.shard
 SOAK = int(os.environ.get("SPARSESTEP_SOAK", "2000"))  # steps
 
 
-def assert_alike(case: Case, ours: Results, theirs: Results) -> None:
+def assert_alike(case: Case, ours: Results, theirs: Results, world: int) -> None:
+    is_rounded = case.wire is not None and case.kind != "copy" and world > 1
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         if key == "norms":
@@ -49,14 +50,15 @@ def assert_alike(case: Case, ours: Results, theirs: Results) -> None:
         elif case.order == "global" and case.clip is None:
             assert same_bits(ours[key], value), key
         else:
-            tolerance = 2e-2 if case.dtype is torch.bfloat16 else 2e-5
+            tolerance = 2e-2 if is_rounded or case.dtype is torch.bfloat16 else 2e-5
             torch.testing.assert_close(ours[key], value, rtol=tolerance, atol=tolerance)
 
 
 def assert_trains_alike(rank: Rank, case: Case) -> None:
     parts = rank.gather(trained(case, rank.index, rank.world))
     if rank.is_last:
-        assert_alike(case, put_together(parts, case.kind), in_one_process(case, rank.world))
+        ours, theirs = put_together(parts, case.kind), in_one_process(case, rank.world)
+        assert_alike(case, ours, theirs, rank.world)
 
 
 @ranks(1, 3)
