@@ -293,16 +293,17 @@ def by_autograd_grad(training: Training, number: int) -> None:
     training.optimizer.step()
 
 
-def scheduled(make: Callable[[Optimizer], Any]) -> Loop:
-    """A loop with a scheduler of learning rates."""
+def scheduled(*makers: Callable[[Optimizer], Any]) -> Loop:
+    """A loop with schedulers of learning rates."""
 
     def loop(training: Training) -> Step:
-        step, schedule = plain(training), make(training.optimizer)
-        never_better = isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
+        step, schedules = plain(training), [make(training.optimizer) for make in makers]
 
         def scheduled_step(number: int) -> None:
             step(number)
-            schedule.step(*[1.0] * never_better)
+            for schedule in schedules:
+                never_better = isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
+                schedule.step(*[1.0] * never_better)
 
         return scheduled_step
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
+from torch.testing._internal.common_optimizers import optim_db
 
 import sparsestep
 from sparsestep.grads.compact import CompactGrad
@@ -105,29 +106,30 @@ def test_torchs_optimizers(name: str, loop: str):
 
 
 def sequential(opt: torch.optim.Optimizer) -> Any:
-    parts = [lr_scheduler.LinearLR(opt, 0.25, total_iters=5), SCHEDULERS["lambda"](opt)]
+    parts = [lr_scheduler.LinearLR(opt, 0.25, total_iters=5), SCHEDULERS[0][0](opt)]
     return lr_scheduler.SequentialLR(opt, parts, milestones=[3])
 
 
-# The other schedulers of torch run in test_torch_database.py.
-SCHEDULERS: dict[str, Any] = {
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=3),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
-    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "sequential": sequential,
-    "averaging": lambda o: swa_utils.SWALR(o, swa_lr=0.005, anneal_epochs=4),
-}
+SCHEDULERS: list[list[Any]] = [
+    [lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch)],
+    [lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=3)],
+    [lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20)],
+    [lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1)],
+    [sequential],
+    [lambda o: swa_utils.SWALR(o, swa_lr=0.005, anneal_epochs=4)],
+    # Torch's own database of inputs.
+    *next(info.scheduler_inputs for info in optim_db if info.optim_cls is torch.optim.SGD),
+]
 
 
 @steps_sequential_schedulers
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_scheduler_drives_our_class_as_it_drives_torchs(scheduler: str):
+@pytest.mark.parametrize("makers", SCHEDULERS)
+def test_schedulers_drive_our_class_as_they_drive_torchs(makers: list[Any]):
     """The same options and parameters in the end, also where rows catch up later."""
 
     def run(cls: Any, *, sparse: bool = False, **options: Any) -> Training:
         model = Model(nn, torch.float64, sparse=sparse)
-        return Training.of(model, cls, **options).run(scheduled(SCHEDULERS[scheduler]), 12)
+        return Training.of(model, cls, **options).run(scheduled(*makers), 12)
 
     for name, options in (("AdamW", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9})):
         theirs, ours = run(getattr(torch.optim, name), **options), getattr(sparsestep, name)
@@ -135,7 +137,6 @@ def test_a_scheduler_drives_our_class_as_it_drives_torchs(scheduler: str):
         deferred = run(ours, sparse=True, semantics="dense", **options)
         assert exact.same_as(theirs)
         assert deferred.close_to(theirs, 1e-9, 1e-9)
-        assert theirs.optimizer.param_groups[0]["lr"] != 2.0**-6
         every = [each.optimizer.param_groups for each in (theirs, exact, deferred)]
         for group, *same in zip(*every, strict=True):
             own = group.keys() - {"params", "foreach"}
