@@ -172,6 +172,7 @@ def _relayout(
     if old is new or spec.per_row or (old is not None and value.shape != (old.kept,)):
         return value  # what does not fit is refused later
     initial = [states.initial_value(spec, group)]
+    value = value.clone() if value.is_inference() else value
     return states.relayout([spec], [value], initial, param.shape, old, new)[0]
 
 
