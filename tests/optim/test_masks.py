@@ -353,11 +353,6 @@ def test_packed_state_has_the_bits_of_dense_state_and_of_the_reference_engine(
             assert opts[2].state[dense][name].shape == value.shape
 
 
-def blocks(shape: tuple[int, int]) -> Tensor:
-    kept = random_mask(5, (shape[0] // 16 + 1, 1, shape[1] // 16 + 1, 1), 0.2)
-    return kept.expand(-1, 16, -1, 16).reshape(kept.shape[0] * 16, -1)[: shape[0], : shape[1]]
-
-
 def only(*elements: int) -> Callable[[tuple[int, int]], Tensor]:
     def mask(shape: tuple[int, int]) -> Tensor:
         found = torch.zeros(shape, dtype=torch.bool)
@@ -369,9 +364,6 @@ def only(*elements: int) -> Callable[[tuple[int, int]], Tensor]:
 
 PATTERNS: dict[str, Callable[[tuple[int, int]], Tensor]] = {
     "random": lambda shape: random_mask(1, shape, 0.1),
-    "dense": lambda shape: random_mask(2, shape, 0.9),
-    "2:4": lambda shape: (torch.arange(shape[0] * shape[1]) % 4 < 2).view(shape),
-    "blocks": blocks,
     "everything": lambda shape: torch.ones(shape, dtype=torch.bool),
     "nothing": only(),
     "the ends": only(0, 63, 64, -1),
