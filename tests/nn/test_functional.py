@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.grads.compact import CompactGrad
+from sparsestep.nn import lookup
 from sparsestep.nn.functional import embedding_dot, embedding_l2
 from tests.table import INSTRUCTION_SETS, running_on
 
@@ -55,7 +56,12 @@ def close(one: Tensor, other: Tensor, rtol: float = 1e-12) -> None:
 
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
 @pytest.mark.parametrize("same", [False, True])
-def test_results_and_gradients_are_those_of_the_formula(ids: Tensor, same: bool):
+@pytest.mark.parametrize("native", [False, True])
+def test_results_and_gradients_are_those_of_the_formula(
+    ids: Tensor, same: bool, native: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not native:
+        monkeypatch.setattr(lookup, "ext", None)
     left, right, relation = tables()
     right = left if same else right
     left_ids, relation_ids = torch.randint(30, (9,)), torch.randint(30, (9,))

@@ -82,12 +82,9 @@ class _Link(torch.autograd.Function):
         return key.clone()
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return first_derivative(_take, ctx, grad)
-
-
-def _take(ctx: Any, grad: Tensor) -> Any:
-    return ctx.inbox.take(), None, None
+        return ctx.inbox.take(), None, None
 
 
 _inboxes: WeakValueDictionary[int, _Inbox] = WeakValueDictionary()
