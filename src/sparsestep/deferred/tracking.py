@@ -172,15 +172,12 @@ def warn_if_tracked_elsewhere(name: str, params: Iterable[Tensor]) -> None:
         )
 
 
-CatchUpFn = Callable[[nn.Module], None]
-
-
 class ModuleHooks:
     """Overrides ``train`` and ``__getstate__`` on a module instance. Copies are not hooked."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)  # the module keeps the hooks
-        self._before: list[CatchUpFn] = []
+        self._before: list[Callable[[nn.Module], None]] = []
         self._own = {"train": self._train, "__getstate__": self._state}
         self._others = {name: vars(module)[name] for name in self._own if name in vars(module)}
 
@@ -191,7 +188,7 @@ class ModuleHooks:
         return found if isinstance(found, cls) else None
 
     @classmethod
-    def add(cls, module: nn.Module, catch_up: CatchUpFn) -> Callable[[], None]:
+    def add(cls, module: nn.Module, catch_up: Callable[[nn.Module], None]) -> Callable[[], None]:
         """Call a function before all of a module is read; returns the function that undoes it."""
         hooks = cls.of(module)
         if hooks is None:
@@ -200,7 +197,7 @@ class ModuleHooks:
         hooks._before.append(catch_up)
         return functools.partial(hooks._remove, catch_up)
 
-    def _remove(self, catch_up: CatchUpFn) -> None:
+    def _remove(self, catch_up: Callable[[nn.Module], None]) -> None:
         self._before.remove(catch_up)
         module = self._module()
         if module is not None and not self._before:
@@ -248,7 +245,7 @@ class Tracking:
     A copy of the model is current but not tracked: its weights are not this optimizer's.
     """
 
-    def __init__(self, optimizer: Any, model: nn.Module, *, guard: bool = False) -> None:
+    def __init__(self, optimizer: Any = None, model: Any = None, *, guard: bool = False) -> None:
         self.optimizer = optimizer  # None for a copy
         self._undo: list[Callable[[], None]] = []
         if optimizer is None:
@@ -386,12 +383,12 @@ class Tracking:
             for param in self.optimizer.params():
                 if id(param) in memo:  # copied before it was current
                     memo[id(param)].copy_(param)
-        return _untracked()
+        return Tracking()
 
     def __reduce__(self) -> Any:
         if self.optimizer is not None:
             self.optimizer.catch_up()
-        return _untracked, ()
+        return Tracking, ()
 
 
 def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -436,10 +433,6 @@ def _check_model(optimizer: Any, model: Any, known: set[int]) -> None:
         remedy = "Was the model copied or converted after you created the optimizer?"
         got = f"a {type(model).__name__} with none of them"
         raise InputError(f"{message(requirement, got)} {remedy}")
-
-
-def _untracked() -> Tracking:
-    return Tracking(None, nn.Module())
 
 
 # The guard of ``track(model, guard=True)``
