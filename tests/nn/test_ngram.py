@@ -18,8 +18,7 @@ import sparsestep
 from sparsestep import storage
 from sparsestep.nn import NgramEmbedding, ngram
 from tests.ieee import use_ieee_operations
-from tests.nn.cases import plain, same
-from tests.nn.test_id_table import splitmix64
+from tests.nn.cases import plain, same, splitmix64
 
 
 def row_of(tokens: list[int], seed: int, head: int, rows: int) -> int:
