@@ -182,6 +182,8 @@ class MappedState:
         """Refuse a checkpoint of another model."""
         own, there = self.rest["model"], rest["model"]
         other = {str(name) for name in own.keys() ^ there.keys()}
+        # A module that has extra state may have had none when it was saved.
+        other = {name for name in other if name in there or not name.endswith("_extra_state")}
         for name in own.keys() & there.keys():
             if _form(own[name]) != _form(there[name]):
                 other.add(name)
