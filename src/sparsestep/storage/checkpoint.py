@@ -178,14 +178,15 @@ class MappedState:
             requirement = "load: model and optimizer must have the same tables in files as they had"
             raise InputError(message(requirement, f"{in_files} instead of {there}"))
         own, saved = self.rest["model"], rest["model"]
-        other = {
-            str(name)
-            for name in own.keys() | saved.keys()
-            if name not in own or name not in saved or _form(own[name]) != _form(saved[name])
+        # A module that has extra state may have had none when it was saved.
+        missing = {name for name in own.keys() - saved.keys() if not name.endswith("_extra_state")}
+        other = missing | (saved.keys() - own.keys())
+        other |= {
+            name for name in own.keys() & saved.keys() if _form(own[name]) != _form(saved[name])
         }
         if other:
             needed = "the checkpoint's parameters, buffers and shapes"
-            got = f"differences in {', '.join(sorted(other))}"
+            got = f"differences in {', '.join(sorted(map(str, other)))}"
             raise InputError(message(f"load: the model must have {needed}", got))
 
     def prepare(self, rest: dict[str, Any]) -> Callable[[ExitStack], None]:
