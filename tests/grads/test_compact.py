@@ -53,7 +53,6 @@ def dense(some: list[IndexedGrad]) -> Tensor:
     """In plain loops."""
     total = torch.zeros(SHAPE, dtype=torch.float64)
     for part in some:
-        assert part.indices is not None
         for entry, slot in enumerate(part.indices.tolist()):
             row = entry if part.value_index is None else int(part.value_index[entry])
             factor = 1.0 if part.scale is None else float(part.scale[entry])

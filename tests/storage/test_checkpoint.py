@@ -191,7 +191,6 @@ def test_journals_that_grow_long_are_replaced_by_a_base(in_rows, tmp_path, monke
     assert 0 in lengths[1:]
     assert max(lengths) >= 2
     manifest = journal.read_manifest(folder)
-    assert manifest is not None
     named = {each.file for each in manifest.files}
     assert set(os.listdir(folder)) == {*named, *foreign, journal.MANIFEST}, "nothing else is left"
     assert (tmp_path / "table").stat().st_size > 10_000
