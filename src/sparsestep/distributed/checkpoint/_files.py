@@ -112,8 +112,10 @@ class _Files(FileSystem):
             try:
                 yield summed
             finally:
-                if summed.error is not None:
-                    raise summed.error
+                # In a circle through torch, which the garbage collector cannot see.
+                error, summed.error = summed.error, None
+                if error is not None:
+                    raise error
         self.sums[Path(path).name] = Sum(summed.size, summed.crc)
 
     def concat_path(self, path: Any, suffix: str) -> Any:
