@@ -99,7 +99,7 @@ def check_folder(rank: Rank, optimizer: Any) -> None:
 
 
 def check_placements(rank: Rank, optimizers: Any) -> None:
-    """Divided along either dim, or copied, with masks of the whole; and as torch's AdamW does it."""
+    """Divided along either dim, or copied, with masks; and as torch's AdamW does it."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh, shapes = mesh_of(rank), [(ROWS,), (ROWS, 4)]
