@@ -16,7 +16,7 @@ from sparsestep.distributed.placement import hash_owner
 from tests.distributed.runs import said, whole
 from tests.distributed.test_collectives import Counted
 from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
-from tests.nn.test_id_table import splitmix64
+from tests.nn.cases import splitmix64
 from tests.ranks import Rank, ranks
 from tests.table import same_bits
 

@@ -431,16 +431,14 @@ class _ShardedLookupFunction(torch.autograd.Function):
         return tuple(each.detach() if handle.inverse is None else each for handle, each in pairs)
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, *grads: Any) -> Any:
-        return first_derivative(_pending_grads, ctx, *grads)
-
-
-def _pending_grads(ctx: Any, *grads: Any) -> Any:
-    found: list[Any] = []
-    for handle, grad, is_needed in zip(ctx.handles, grads, ctx.needs_input_grad[2:], strict=True):
-        if grad is None or not is_needed:
-            found.append(None)
-            continue
-        pending: Any = PendingGrad(handle, unshared(grad))
-        found.append(CompactGrad.of([pending], handle.table.weight.shape, grad))
-    return None, None, *found
+        found: list[Any] = []
+        are_needed = ctx.needs_input_grad[2:]
+        for handle, grad, is_needed in zip(ctx.handles, grads, are_needed, strict=True):
+            if grad is None or not is_needed:
+                found.append(None)
+                continue
+            pending: Any = PendingGrad(handle, unshared(grad))
+            found.append(CompactGrad.of([pending], handle.table.weight.shape, grad))
+        return None, None, *found

@@ -43,11 +43,10 @@ from sparsestep.distributed.checkpoint._state import (
 )
 from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.errors import InputError, message
-from sparsestep.memory.disk import FolderLock
+from sparsestep.memory.disk import FolderLock, checked_path
 from sparsestep.nn.grow import do_nothing
 from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
-from sparsestep.storage.journal import check_folder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -66,7 +65,7 @@ def _agreed_arguments(
     peers = peers_of(given if isinstance(given, nn.Module) else nn.Module())
     with peers.agreeing():
         check_model_and_optimizer(who, model, optimizer)
-        return check_folder(who, path), CheckpointState(model, optimizer, peers), peers
+        return checked_path(who, path), CheckpointState(model, optimizer, peers), peers
 
 
 # Saving
@@ -455,7 +454,7 @@ def consolidate(path: StrPath) -> dict[str, Any]:
         ``sparsestep.nn.Vocabulary`` in place of shared ones; and ``"optimizer"``, a state dict for
         this library's optimizers, and for torch's of the same name.
     """
-    checkpoint = Checkpoint.open(check_folder("consolidate", path), Peers(None))
+    checkpoint = Checkpoint.open(checked_path("consolidate", path), Peers(None))
     with checkpoint.refusing():
         layouts = TensorLayouts.unpack(checkpoint.manifest.about)
         others = checkpoint.stored_tensors(layouts)

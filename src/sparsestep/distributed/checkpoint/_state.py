@@ -31,6 +31,7 @@ from sparsestep.distributed.shard import sharded_table
 from sparsestep.engines.base import finish
 from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import about_to_write, file_of, written
+from sparsestep.nn.ngram import NgramEmbedding
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.state import initial_value
 from sparsestep.optim.state_dict import unpacked_state
@@ -241,6 +242,8 @@ class CheckpointState:
     def check_matches(self, tensors: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
         for name, tensor in tensors.items():
             each, table = stored.get(f"model.{name}"), self.tables.get(name)
+            if each is None and name.endswith("_extra_state"):
+                continue  # its module may have had none when it was saved
             if each is None:
                 requirement = (
                     "load: the checkpoint must have all parameters and buffers of the model"
@@ -279,6 +282,10 @@ class CheckpointState:
             ]
             for tensor, _ in values:
                 about_to_write(tensor, (), None)
+            for name, module in self.model.named_modules():
+                state = read.get(".".join(filter(None, ("model", name, "_extra_state"))))
+                if isinstance(module, NgramEmbedding) and state is not None:
+                    module.set_extra_state(state)  # raises if its rows are those of other n-grams
             restored = [
                 self.vocabularies[each.name].local.prepare_restore(*each.found)
                 for each in readers
