@@ -157,7 +157,7 @@ def test_a_loss_may_leave_a_table_out_and_a_mask_rows(rank: Rank, kind: str):
 @ranks(3)
 @pytest.mark.parametrize("kind", ["tables", "rows", "copy", "rows in chunks"])
 def test_gradients_add_up_however_they_come(rank: Rank, kind: str):
-    """Several lookups and backward calls, also after clipping and after a step; one is discarded."""
+    """Several lookups and backward calls, also after clipping or a step; one is discarded."""
     if kind == "rows in chunks":
         kind = "rows"
         rank.monkeypatch.setattr("sparsestep.distributed.collectives.MAX_MESSAGE_BYTES", 24)
