@@ -466,7 +466,7 @@ class _Sharding:
         for collection in self._collections.values():
             certain(partial(_convert_collection, collection, group))
         for vocabulary, vocabulary_tables in self._vocabularies.items():
-            certain(partial(share_vocabulary, vocabulary, vocabulary_tables))
+            share_vocabulary(vocabulary, vocabulary_tables)
         certain(partial(_exclude_from_ddp, self._model, self.tables))
 
 

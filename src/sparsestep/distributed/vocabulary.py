@@ -420,18 +420,24 @@ def _commit_table_grow(module: Table, table: ShardedTable, rows: int) -> None:
 
 
 def share_vocabulary(vocabulary: Any, tables: Sequence[Table]) -> None:
-    """Turn an ordinary vocabulary without ids into one that ranks share; the object stays."""
-    options, is_training = vocabulary.options, vocabulary.training
-    first, *others = tables
+    """Turn an ordinary vocabulary without ids into one that ranks share; the object stays.
+
+    Ranks rely on it, so it succeeds: a call that fails for want of memory is repeated.
+    """
+    attributes = certain(partial(_shared_attributes, vocabulary, tables))
+    certain(partial(object.__setattr__, vocabulary, "__dict__", attributes))
+    certain(partial(object.__setattr__, vocabulary, "__class__", Vocabulary))
+
+
+def _shared_attributes(vocabulary: Any, tables: Sequence[Table]) -> dict[str, Any]:
+    options, (first, *others) = vocabulary.options, tables
     shared = Vocabulary(
         first, admit=options.admit, evict=options.evict, shared=options.shared, rows=options.rows
     )
     for table in others:
         shared.attach(table)
-    shared.train(is_training)
-    vocabulary.__class__ = Vocabulary
-    vars(vocabulary).clear()
-    vars(vocabulary).update(vars(shared))
+    shared.train(vocabulary.training)
+    return dict(vars(shared))
 
 
 def _owned_entries(theirs: IdTableSnapshot, ranks: Collectives, shared: int) -> IdTableSnapshot:
