@@ -15,9 +15,9 @@ import argparse
 import platform
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -151,7 +151,7 @@ def train_in_turns(
         began, done, size, is_over = perf_counter(), 0, 1, False
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while not is_over:
-                latest = [_continue(run, size) for run in runs]
+                latest = [list(islice(run, size))[-1] for run in runs]
                 done += size
                 elapsed = perf_counter() - began
                 live.update(render_progress(latest, elapsed, seconds), refresh=True)
@@ -163,12 +163,6 @@ def train_in_turns(
     finally:
         signal.signal(signal.SIGINT, before)
     return latest, is_interrupted
-
-
-def _continue(run: Iterator[TrainingRun], steps: int) -> TrainingRun:
-    for _ in range(steps):
-        state = next(run)
-    return state
 
 
 def render_progress(runs: list[TrainingRun], elapsed: float, limit: float) -> RenderableType:
