@@ -33,7 +33,6 @@ from sparsestep.cli.skipgram import SkipgramDataset, TrainingRun
 
 # matplotlib and rich come with sparsestep[cli]: imported when the command runs, never before.
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from rich.console import Console, RenderableType
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -215,7 +214,20 @@ def draw_figure(path: Path, theirs: TrainingRun, ours: TrainingRun, words: int) 
     figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
     axes = figure.add_subplot()
     for run, color in zip((theirs, ours), _COLORS, strict=True):
-        _plot_run(axes, run, color)
+        clock = list(accumulate(run.seconds))
+        losses = _exponential_mean(run.losses, memory=max(1.0, len(run.losses) / 100))
+        axes.plot(clock, losses, color=color, linewidth=2, label=run.name)
+        axes.plot(clock[-1], losses[-1], "o", color=color, markersize=6)
+        axes.annotate(
+            f"{clock[-1]:.1f} s",
+            (clock[-1], losses[-1]),
+            xytext=(0, -9),  # below, where no curve passes
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            color=color,
+            fontweight="bold",
+        )
     axes.set_xlim(left=0, right=1.08 * max(sum(theirs.seconds), sum(ours.seconds)))
     axes.margins(y=0.1)
     axes.set_xlabel("wall-clock time of training (seconds)", color=_FAINT)
@@ -254,20 +266,3 @@ def _exponential_mean(losses: list[float], memory: float) -> list[float]:
         weight = keep * weight + 1
         result.append(total / weight)
     return result
-
-
-def _plot_run(axes: Axes, run: TrainingRun, color: str) -> None:
-    clock = list(accumulate(run.seconds))
-    losses = _exponential_mean(run.losses, memory=max(1.0, len(run.losses) / 100))
-    axes.plot(clock, losses, color=color, linewidth=2, label=run.name)
-    axes.plot(clock[-1], losses[-1], "o", color=color, markersize=6)
-    axes.annotate(
-        f"{clock[-1]:.1f} s",
-        (clock[-1], losses[-1]),
-        xytext=(0, -9),  # below, where no curve passes
-        textcoords="offset points",
-        ha="center",
-        va="top",
-        color=color,
-        fontweight="bold",
-    )
