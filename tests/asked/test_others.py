@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsestep
-from tests.asked.test_pytorch import operations
+from tests.asked.test_pytorch import operations, step
 from tests.ranks import Rank, on_ranks, ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -47,9 +47,7 @@ def test_torchrec_2821_adamw_for_sharded_tables(rank: Rank):
     for model, mine in ((sharded, [rank.index]), (plain, [0, 1])):
         optimizer = sparsestep.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         for _ in range(3):
-            optimizer.zero_grad()
-            sum(loss(model, *batches[each]) for each in mine).backward()
-            optimizer.step()
+            step(optimizer, sum(loss(model, *batches[each]) for each in mine))
     for name in SIZES:
         torch.testing.assert_close(whole(sharded, name), whole(plain, name))
 
@@ -59,8 +57,7 @@ def test_torchrec_1275_adam_on_the_cpu_from_the_meta_device():
     sparsestep.distributed.shard(model)
     optimizer = sparsestep.Adam(model.parameters(), lr=0.1)
     before = whole(model, "user").clone()
-    loss(model, [3, 1], [7, 7]).backward()
-    optimizer.step()
+    step(optimizer, loss(model, [3, 1], [7, 7]))
     assert (whole(model, "user") != before).any(dim=1).nonzero().flatten().tolist() == [1, 3]
 
 
@@ -86,9 +83,7 @@ def test_torchrec_2735_new_ids_get_rows_and_tables_grow():
     optimizer = sparsestep.Adam(table.parameters(), lr=0.1)
     vocabulary.attach(table, optimizer)
     for ids in ([2**62, -5], [2**62, 17], [10**18]):  # the last takes over the row of -5
-        optimizer.zero_grad()
-        table(vocabulary(torch.tensor(ids))).sum().backward()
-        optimizer.step()
+        step(optimizer, table(vocabulary(torch.tensor(ids))).sum())
     assert set(vocabulary.as_dict()) == {2**62, 17, 10**18}
     optimizer.zero_grad()
     vocabulary.grow(8)
@@ -101,8 +96,7 @@ def save(index: int, world: int, folder: Path, plan: str) -> Tensor:
     model = collection()
     sparsestep.distributed.shard(model, plan=plan)
     optimizer = sparsestep.Adam(model.parameters(), lr=0.1)
-    loss(model, [3, 1, 5], [7, 7, 2]).backward()
-    optimizer.step()
+    step(optimizer, loss(model, [3, 1, 5], [7, 7, 2]))
     sparsestep.distributed.save(folder, model, optimizer)
     return whole(model, "item")
 
@@ -157,23 +151,20 @@ def test_fbgemm_2969_adamw_within_backward():
     fused, apart = bag(), bag()
     fused[1].step_in_backward()
     for module, optimizer in (fused, apart):
-        module(BAGS).sin().sum().backward()
-        optimizer.step()
+        step(optimizer, module(BAGS).sin().sum())
     assert fused[0].weight.grad is None
     assert torch.equal(fused[0].weight, apart[0].weight)
     start = bag()[0].weight
     rows = nn.Parameter(start[[1, 3, 7]].detach())
     theirs = torch.optim.AdamW([rows], lr=0.1, weight_decay=0.5)
-    (rows[1] + rows[[0, 2]]).sin().sum().backward()
-    theirs.step()
+    step(theirs, (rows[1] + rows[[0, 2]]).sin().sum())
     torch.testing.assert_close(fused[0].weight[[1, 3, 7]], rows)
 
 
 def test_fbgemm_1771_adam_on_the_cpu():
     module, _ = bag()
     optimizer = sparsestep.Adam(module.parameters())
-    module(BAGS).sum().backward()
-    optimizer.step()
+    step(optimizer, module(BAGS).sum())
     assert [each.engine for each in optimizer.explain()] == ["native"]
 
 
@@ -183,9 +174,7 @@ def test_keras_19992_sparse_gradients_stay_sparse(semantics: Any):
     module, _ = bag()
     optimizer = sparsestep.Adam(module.parameters(), semantics=semantics)
     for _ in range(2):
-        optimizer.zero_grad()
-        module(BAGS).sum().backward()
-        optimizer.step()
+        step(optimizer, module(BAGS).sum())
     found = operations(optimizer.step)
     assert found.largest < 100
     assert optimizer.metrics()["rows_touched"] == 3
@@ -213,8 +202,7 @@ def test_peft_3371_state_of_an_ngram_table_is_a_number_per_row():
     table = sparsestep.nn.NgramEmbedding(10_000, 64)
     before = table.weight.detach().clone()
     optimizer = sparsestep.RowwiseAdam(table.parameters(), lr=0.1, betas=(0.0, 0.99))
-    table(torch.arange(40).view(2, 20)).sum().backward()
-    optimizer.step()
+    step(optimizer, table(torch.arange(40).view(2, 20)).sum())
     assert optimizer.metrics()["state_bytes"] == 10_000 * 4  # Adam's: 128 times as much
     touched = optimizer.metrics()["rows_touched"]
     assert (table.weight != before).any(dim=1).sum() == touched < 100
@@ -227,9 +215,7 @@ def test_diffusers_507_textual_inversion_changes_one_row():
     groups = sparsestep.nn.train_rows(tokens, [placeholder])
     optimizer = sparsestep.AdamW(groups, lr=0.1, weight_decay=0.5)
     for _ in range(3):
-        optimizer.zero_grad()
-        tokens(torch.tensor([320, 1125, placeholder])).square().sum().backward()
-        optimizer.step()
+        step(optimizer, tokens(torch.tensor([320, 1125, placeholder])).square().sum())
     changed = (tokens.weight != before).any(dim=1)
     assert changed.nonzero().flatten().tolist() == [placeholder]
 
