@@ -213,6 +213,10 @@ def initial_values(
         if not is_number or value != value or not fits_float32(value):
             requirement = f"initial[{name!r}] must be a number that float32 can hold"
             raise InputError(message(requirement, repr(value)))
+    coded = [spec.name for spec in rule.state if spec.dtype is torch.int8 and given.get(spec.name)]
+    if coded:
+        requirement = "initial must not have state in int8, which has a scale for each row"
+        raise InputError(message(requirement, coded[0], "Use another state_dtype"))
     return [float(given.get(spec.name, initial_value(spec, options))) for spec in rule.state]
 
 
