@@ -26,6 +26,7 @@ from sparsestep.optim import OPTIMIZERS
 from tests.subject import refused
 from tests.table import (
     FEW,
+    WITH_DENSE,
     all_same_bits,
     each_engine,
     running_on,
@@ -140,6 +141,19 @@ def test_what_is_created_loaded_or_masked_in_inference_mode_can_be_written_outsi
     assert all(params[0][0] != 1)
     tensors = [*opt.param_groups[0]["mask"], *state_tensors(opt)]
     assert not any(each.is_inference() for each in tensors)
+
+
+@pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
+@pytest.mark.parametrize("cls", WITH_DENSE)
+def test_rows_that_were_deferred_in_inference_mode_catch_up_outside(cls: Any):
+    param = nn.Parameter(torch.ones(6, 2))
+    opt = cls([param], lr=0.1, semantics="dense")
+    for row in range(4):
+        param.grad = torch.sparse_coo_tensor([[row]], torch.ones(1, 2), (6, 2))
+        with torch.inference_mode(row == 0):
+            opt.step()
+    opt.catch_up()
+    assert all(param[3] != 1)
 
 
 # Torch's own kernel refuses after others have been planned
