@@ -72,7 +72,9 @@ def packs_by(
     return (
         mask.dim() > 1
         and engine != "triton"
-        and not (rule.needs_whole_rows and (param.is_complex() or not rule.has_element_state))
+        and not (
+            rule.needs_whole_rows and (param.is_complex() or all(s.per_row for s in rule.state))
+        )
         and not any(s.dtype is torch.int8 and initial_value(s, group) for s in rule.state)
         and group.get("dense") != "elementwise"
         and RowConstraint.of_group(group) is None
