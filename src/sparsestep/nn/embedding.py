@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,6 @@ from torch import Tensor
 from sparsestep.nn.graph import embed_in_graph, fit_graph
 from sparsestep.nn.interop import replaced_in_graphs, with_arguments_of
 from sparsestep.nn.lookup import bag_lookup, embed, row_lookup
-
-Mode: TypeAlias = Literal["sum", "mean", "max"]
 
 
 class Embedding(torch.nn.Embedding):
