@@ -10,7 +10,6 @@ import os
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,45 +92,26 @@ def search(options: argparse.Namespace) -> int:
                     return
                 yield [(pair, nth)]
 
-    findings: list[str] = []
+    tally = processes.Tally()
+
+    def add(pair: tuple[str, str], nth: int | None, outcome: harness.Outcome) -> None:
+        kind = "/".join(pair) + f": {outcome.kind}"
+        tally.add(kind, nth, *outcome.detail.split("\n", 1))
+
     for pair, found in run(([pair] for pair in chosen), calibrated):
         if isinstance(found, harness.Outcome):
-            report(findings, pair, None, found.detail)
+            add(pair, None, found)
         else:
             expected[pair] = found
     print(f"{len(expected)} pairs of operation and fault", flush=True)
-    counts: Counter[tuple[str, str, str]] = Counter()
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
-    told = time.monotonic()
     try:
         for (pair, nth), outcome in run(cases(), disturbed):
-            counts[(*pair, outcome.kind)] += 1
-            if outcome.kind == "finding":
-                report(findings, pair, nth, outcome.detail)
-            if time.monotonic() - told > 60:
-                told = time.monotonic()
-                print(f"{sum(counts.values())} cases, {len(findings)} findings", flush=True)
+            add(pair, nth, outcome)
     except KeyboardInterrupt:
         print("stopped")
-    show(counts)
-    print(f"{sum(counts.values())} cases, {len(findings)} findings")
-    return int(bool(findings))
-
-
-def report(findings: list[str], pair: tuple[str, str], nth: int | None, detail: str) -> None:
-    findings.append(detail)
-    if len(findings) <= 200:
-        print(f"FOUND in {pair[0]!r} with {pair[1]!r} at {nth}: {detail}\n", flush=True)
-
-
-def show(counts: Counter[tuple[str, str, str]]) -> None:
-    rows = sorted({(operation, injector) for operation, injector, _ in counts})
-    names = f"{'done':>8}{'undone':>9}{'aborted':>9}{'limits':>9}{'findings':>9}"
-    print(f"{'operation':32} {'fault':11} {names}")
-    for pair in rows:
-        kinds = ("done", "undone", "aborted", "limit", "finding")
-        numbers = "".join(f"{counts[(*pair, kind)]:9}" for kind in kinds)
-        print(f"{pair[0]:32} {pair[1]:11}{numbers}")
+    print(tally.report())
+    return int(bool(tally.findings))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ class StepHistory:
         if self.steps + 1 >= self.capacity:
             self._reserve(2 * self.capacity)
 
+    @torch.inference_mode(False)  # later steps write to it
     def _reserve(self, capacity: int) -> None:
         # An array: writing single numbers to a tensor is slow.
         numbers = array("d", [0.0]) * ((4 + self.idle_update.num_sums) * capacity)

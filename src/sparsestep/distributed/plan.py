@@ -134,10 +134,8 @@ class Plan:
         """
         index = resolve_name(name, [table.name for table in self._tables], "Plan.local")
         table = self._tables[index]
-        given: Any = tensor
-        got = (
-            len(given) if isinstance(given, Tensor) and given.dim() else f"a {type(given).__name__}"
-        )
+        has_rows = isinstance(tensor, Tensor) and tensor.dim() > 0
+        got = len(tensor) if has_rows else f"a {type(tensor).__name__}"
         if got != table.rows:
             requirement = f"Plan.local: a tensor for {table.name!r} must have {table.rows} rows"
             raise InputError(message(requirement, got))
@@ -171,27 +169,22 @@ class Plan:
     def __str__(self) -> str:
         heads = ["table", "rows", "dim", "kind", "where", "bytes/rank", "wire/step", "why"]
         lines = [heads, *(self._table_row(each) for each in self.placements)]
-        widths = [max(len(line[n]) for line in lines) for n in range(len(heads))]
-        right = {1, 2, 5, 6}
-        text = [
-            "  ".join(
-                cell.rjust(width) if n in right else cell.ljust(width)
-                for n, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        return "\n".join(text)
+        columns = []
+        for n, cells in enumerate(zip(*lines, strict=True)):
+            justify = str.rjust if n in (1, 2, 5, 6) else str.ljust
+            width = max(map(len, cells))
+            columns.append([justify(cell, width) for cell in cells])
+        return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _table_row(self, each: Placement) -> list[str]:
         most = max(each.rows_on(rank, self.world_size) for rank in range(self.world_size))
         wire = each.bytes_per_step(self.world_size, self.batch, self.lengths.get(each.name, 1.0))
         size, sent = format_bytes(most * each.dim * each.item), format_bytes(wire)
-        sizes = [str(each.rows), str(each.dim)]
+        shape = [str(each.rows), str(each.dim)]
         name = each.name or "(the model)"
-        return [name, *sizes, each.kind, each.describe(), size, sent, each.why]
+        return [name, *shape, each.kind, each.describe(), size, sent, each.why]
 
 
 def format_bytes(size: float) -> str:
@@ -230,13 +223,13 @@ def choose_placements(
     whole = sum(cls is ByTable for cls, _ in chosen)
     load = [0] * world_size
     placements: dict[int, Placement] = {}
-    for index in sorted(range(len(tables)), key=lambda n: (-tables[n].size, n)):
+    for index in sorted(range(len(tables)), key=lambda n: -tables[n].size):
         table, (cls, why) = tables[index], chosen[index]
         owner: dict[str, Any] = {}
         if cls is ByTable and world_size > _MAX_RANKS_PER_TABLE * whole and table.name not in asked:
             cls, why = ByRow, "fewer tables than ranks"
         elif cls is ByTable:
-            owner["owner"] = min(range(world_size), key=lambda rank: (load[rank], rank))
+            owner["owner"] = load.index(min(load))
             load[owner["owner"]] += table.size
         placements[index] = cls(*table, why=why, wire=wire, **owner)
     return [placements[index] for index in range(len(tables))]

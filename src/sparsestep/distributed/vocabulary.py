@@ -345,7 +345,7 @@ class Vocabulary(nn.Module):
         ranks, shared, sharded = self.collectives, self.local.options.shared, self._table
         with Caught() as caught:
             sharded = self._check_table("Vocabulary.export", table)
-        size = torch.tensor([_ID_BYTES, sharded.row_bytes])
+        size = torch.tensor([_ID_BYTES, sharded.dim * sharded.weight.itemsize])
 
         def outgoing() -> Sections:
             saved = self.local.id_table.save()
