@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="this many fixed events per fault, then stop")
     parser.add_argument("--pairs", nargs="+", default=["*"], help="patterns: 'ranks: */line'")
     parser.add_argument("--module", help="another module with OPERATIONS")
-    parser.add_argument("--nth", type=int, help="this event only")
+    parser.add_argument("--nth", type=int, nargs="+", help="these events only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -41,6 +41,7 @@ def main() -> int:
 
 def search(options: argparse.Namespace) -> int:
     import torch
+    import torch.distributed.tensor
 
     import sparsestep
     from tests import processes
@@ -49,6 +50,8 @@ def search(options: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # with the first optimizer torch imports its compiler
+    # Torch ends the process if memory runs out in the first one: no exception may leave pybind11.
+    torch.distributed.tensor.Shard(0)
     sparsestep.SGD([torch.zeros(1)])
     everything = {**operations.OPERATIONS, **ranks.OPERATIONS}
     if options.module:
@@ -79,11 +82,11 @@ def search(options: argparse.Namespace) -> int:
 
     def cases() -> Iterator[list[tuple[tuple[str, str], int]]]:
         chance = random.Random(options.seed)
-        turns = 1 if options.nth is not None else options.sample
+        turns = len(options.nth) if options.nth else options.sample
         for turn in (range(turns) if turns else itertools.count()) if expected else ():
             for pair, known in expected.items():
-                if options.nth is not None:
-                    nth = options.nth
+                if options.nth:
+                    nth = options.nth[turn]
                 elif options.sample:
                     nth = (2 * turn + 1) * known.events // (2 * options.sample)
                 else:

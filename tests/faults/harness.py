@@ -253,6 +253,7 @@ def _run_ranks(
 ) -> Outcome:
     def disturbed(world: ranks.RankOperation) -> Any:
         error: str | None = None
+        started = ranks.collectives_started()
         try:
             if world.rank == make.faulty:
                 injector.inject(world.run, nth)
@@ -262,6 +263,10 @@ def _run_ranks(
             raise FindingError(str(lost)) from lost
         except (Exception, *injector.raises) as raised:  # its own, the other rank's, a timeout
             error = f"{raised!r} in {traceback.extract_tb(raised.__traceback__)[-1].filename}"
+        is_interrupted = "KeyboardInterrupt" in (error or "")
+        if is_interrupted and ranks.collectives_started() == started:
+            world.run()  # the others still wait in their first call
+            error = None
         values = world.snapshot()
         if make.is_repeatable and KeyboardInterrupt in injector.raises and not injector.kills:
             _run_ranks_again(world, error, values, expected)
@@ -315,7 +320,7 @@ def is_limit_of_hosts(
 def _run_ranks_again(
     world: ranks.RankOperation, error: str | None, values: Snapshot, expected: Expected
 ) -> None:
-    """Ranks that were interrupted go on, unless one was so before the others met it."""
+    """Ranks that were interrupted while they met go on, unless they have lost each other."""
     before, after = expected.before[world.rank], expected.after[world.rank]
     if error is not None and "gloo" in error:
         return

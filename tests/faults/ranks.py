@@ -38,6 +38,7 @@ class RankOperation(Operation):
         semantics: of the optimizer; with ``"dense"``, it tracks the model.
         dim: elements of a row.
         bags: how many a rank looks up.
+        layers: parameters whose gradients ranks add up.
         is_repeatable: whether it can be called again when ranks were interrupted; otherwise they
             may have lost each other.
     """
@@ -162,6 +163,20 @@ class ShardVocabularies(Shard):
         return tables_with_vocabularies(self, in_files=True)
 
 
+class ShardAlone(Operation):
+    """One process, without threads of gloo: its allocations are the same ones every time."""
+
+    def setup(self) -> None:
+        self.model = tables_with_vocabularies(self, in_files=False)
+
+    def run(self) -> None:
+        sparsestep.distributed.shard(self.model)
+
+    def values(self) -> dict[str, Any]:
+        modules = {name: type(each).__module__ for name, each in self.model.named_modules()}
+        return {"weights": list(self.model.parameters()), "modules": modules}
+
+
 class SharedVocabularyLookup(RankOperation):
     def new(self) -> None:
         torch.manual_seed(1)
@@ -210,7 +225,7 @@ def export(world: SharedVocabularyLookup) -> None:
     world.vocabulary.export(world.table)
 
 
-def tables_with_vocabularies(world: RankOperation, *, in_files: bool) -> Any:
+def tables_with_vocabularies(world: Any, *, in_files: bool) -> Any:
     bags = [sparsestep.nn.EmbeddingBag(41, DIM, mode="sum") for _ in range(2)]
     if in_files:
         path = world.folder / f"items{world.rank}"
@@ -305,6 +320,12 @@ class Consolidate(Operation):
         return {"found": self.found}
 
 
+def collectives_started() -> int:
+    """How many collectives this rank has started, in all process groups."""
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
 FAULTS = (*Operation.faults, "kill")
 # Two hosts of two ranks; the last two are the one that speaks for its host, and the other.
 HOSTS: dict[str, Any] = {"world_size": 4, "hosts": 2, "options": {"topology": "hosts"}}
@@ -315,6 +336,7 @@ LARGE: dict[str, Any] = {"dim": 512, "bags": 600, "faults": ("line", "allocation
 
 OPERATIONS: dict[str, type[Operation]] = {
     "consolidate": Consolidate,
+    "shard vocabularies": ShardAlone,
     "ranks: shard": Shard,
     "ranks: shard files and vocabularies": ShardVocabularies,
     "ranks: lookup": of(RankOperation, run=look_up, faults=FAULTS),

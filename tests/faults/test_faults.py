@@ -54,6 +54,17 @@ def test_no_rank_leaves_the_others_in_an_exchange():
     assert "4 cases, 0 findings" in found, found
 
 
+def test_no_failed_allocation_leaves_a_vocabulary_half_shared():
+    each = map(str, range(80))
+    found = run("--nth", *each, "--pairs", "shard vocabularies/allocation")
+    assert "80 cases, 0 findings" in found, found
+
+
+def test_ranks_wait_for_one_that_is_interrupted_before_it_joins_them():
+    found = run("--nth", "0", "--pairs", "ranks: clip/line", "ranks: shard/line")
+    assert "2 cases, 0 findings" in found, found
+
+
 def test_no_failed_allocation_tears_a_vocabulary():
     pairs = [f"vocabulary: {each}/allocation" for each in ("lru", "grow", "load", "merge")]
     found = run("--sample", "4", "--pairs", *pairs, "forget: deferred/allocation")

@@ -32,7 +32,7 @@ from sparsestep.distributed.grads import ShardedGradSource
 from sparsestep.distributed.lockstep import take_prefetched, use_hosts
 from sparsestep.distributed.lookup import sharded_lookup
 from sparsestep.distributed.placement import ByRow, Placement, table_label
-from sparsestep.distributed.plan import Plan, TableSize, choose_placements, resolve_name
+from sparsestep.distributed.plan import Plan, TableSize, by_table, choose_placements
 from sparsestep.distributed.vocabulary import share_vocabulary
 from sparsestep.distributed.wire import WireFormat, check_wire
 from sparsestep.engines.base import certain
@@ -61,7 +61,6 @@ _OPTIONS = (
     "seed",
 )
 _SAME_ARGUMENTS = "shard: all ranks must shard the same tables with the same arguments"
-_REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 
 
 class ShardedModule:
@@ -467,7 +466,7 @@ class _Sharding:
         for collection in self._collections.values():
             certain(partial(_convert_collection, collection, group))
         for vocabulary, vocabulary_tables in self._vocabularies.items():
-            certain(partial(share_vocabulary, vocabulary, vocabulary_tables))
+            share_vocabulary(vocabulary, vocabulary_tables)
         certain(partial(_exclude_from_ddp, self._model, self.tables))
 
 
@@ -543,14 +542,12 @@ def _find_tables(model: nn.Module) -> dict[str, Any]:
 
 
 def _resolve_reduce(names: Sequence[str], given: Any) -> dict[str, Reduction]:
-    found: dict[str, Reduction] = dict.fromkeys(names, "mean")
-    by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
-    for name, how in by_name.items():
-        if not isinstance(how, str) or how not in _REDUCTIONS:
+    found = dict.fromkeys(names, "mean") | by_table(given, names, "shard: reduce")
+    for name, how in found.items():
+        if not isinstance(how, str) or how not in ("mean", "sum"):
             requirement = "shard: reduce must be mean or sum, for all tables or by table name"
             got = f"{how!r} for {name!r}" if isinstance(given, Mapping) else repr(how)
             raise InputError(message(requirement, got))
-        found[names[resolve_name(name, names, "shard: reduce")]] = how
     return found
 
 
