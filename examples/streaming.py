@@ -172,7 +172,7 @@ def draw(path: str, days: Sequence[Day]) -> None:
     figure = Figure(figsize=(5.6, 5.4), facecolor="white", layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     numbers = range(1, len(days) + 1)
-    for width, (name, color) in zip((1.5, 3.0, 4.5), _COLORS.items(), strict=True):
+    for width, (name, color) in zip((1.8, 4.2, 7.0), _COLORS.items(), strict=True):
         # Curves that coincide: narrow ones lie on wide ones.
         look = {"color": color, "linewidth": width, "zorder": 3 - width / 4}
         upper.plot(numbers, [day.auc[name] for day in days], label=name, **look)
