@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 import runpy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,10 +20,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = {"user": (20, 4), "item": (30, 4)}
 
 
-def collection(device: str = "cpu") -> sparsestep.nn.EmbeddingBagCollection:
+def collection(
+    device: str = "cpu", mode: Literal["mean", "sum"] = "mean"
+) -> sparsestep.nn.EmbeddingBagCollection:
     torch.manual_seed(0)
     with torch.device(device):
-        return sparsestep.nn.EmbeddingBagCollection(SIZES)
+        return sparsestep.nn.EmbeddingBagCollection(SIZES, mode=mode)
 
 
 def loss(model: nn.Module, user: list[int], item: list[int]) -> Tensor:
@@ -52,13 +54,27 @@ def test_torchrec_2821_adamw_for_sharded_tables(rank: Rank):
         torch.testing.assert_close(whole(sharded, name), whole(plain, name))
 
 
-def test_torchrec_1275_adam_on_the_cpu_from_the_meta_device():
-    model = collection("meta")
-    sparsestep.distributed.shard(model)
+@ranks(2)
+def test_torchrec_1275_adam_for_tables_defined_on_the_meta_device(rank: Rank):
+    """The optimizer is chosen with the tables; the plan comes later, and then each rank's rows."""
+    model, plain = collection("meta"), collection()
     optimizer = sparsestep.Adam(model.parameters(), lr=0.1)
-    before = whole(model, "user").clone()
-    step(optimizer, loss(model, [3, 1], [7, 7]))
-    assert (whole(model, "user") != before).any(dim=1).nonzero().flatten().tolist() == [1, 3]
+    sparsestep.distributed.shard(model, plan={"user": "rows", "item": "tables"}, reduce="sum")
+    shapes = {len(each.weight) for each in model.tables.values()}
+    assert all(each.device.type == "cpu" for each in model.parameters())
+    assert shapes == ({10, 30} if rank.index == 0 else {10, 0})
+    with torch.no_grad():
+        for name, table in plain.tables.items():
+            table.weight.copy_(whole(model, name))
+    batches = [([3, 1], [7, 7]), ([3, 12], [0, 29])]
+    loss(model, *batches[rank.index]).backward()
+    optimizer.step()
+    sum(loss(plain, *each) for each in batches).backward()
+    for table in plain.parameters():
+        table.grad = table.grad.to_dense()
+    torch.optim.Adam(plain.parameters(), lr=0.1).step()
+    for name in SIZES:
+        torch.testing.assert_close(whole(model, name), whole(plain, name))
 
 
 @ranks(1, 2)
@@ -161,11 +177,27 @@ def test_fbgemm_2969_adamw_within_backward():
     torch.testing.assert_close(fused[0].weight[[1, 3, 7]], rows)
 
 
-def test_fbgemm_1771_adam_on_the_cpu():
-    module, _ = bag()
-    optimizer = sparsestep.Adam(module.parameters())
-    step(optimizer, module(BAGS).sum())
-    assert [each.engine for each in optimizer.explain()] == ["native"]
+@pytest.mark.parametrize("make", [sparsestep.Adam, sparsestep.RowwiseAdam])
+def test_fbgemm_1771_adam_on_the_cpu(make: Any):
+    """What FBGEMM removed: weighted bags over several tables, updated within backward.
+
+    A row that occurs several times is updated once, with the sum of its gradients.
+    """
+    tables, rows = collection(mode="sum"), collection(mode="sum")
+    ours = make(tables.parameters(), lr=0.1)
+    ours.step_in_backward()
+    theirs = make(rows.parameters(), lr=0.1, engine="reference")
+    weights = {name: torch.tensor([[0.5, 2.0], [1.0, -1.0]]) for name in SIZES}
+    for first in range(3):
+        ids = dict.fromkeys(SIZES, first + torch.tensor([[3, 1], [3, 7]]))
+        for model in (tables, rows):
+            found = model(ids, per_sample_weights=weights)
+            torch.stack(list(found.values())).sin().sum().backward()
+        theirs.step()
+        theirs.zero_grad()
+        assert all(each.grad is None for each in tables.parameters())
+    torch.testing.assert_close(*(list(model.parameters()) for model in (tables, rows)))
+    assert {each.engine for each in ours.explain()} == {"native"}
 
 
 @pytest.mark.parametrize("semantics", ["masked", "dense"])

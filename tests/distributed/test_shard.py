@@ -292,6 +292,29 @@ def test_tables_on_meta_get_the_rows_of_their_rank():
     assert changed == [1, 2, 3]  # 3 is padding of the one alone
 
 
+def test_an_optimizer_that_was_made_with_tables_on_meta_trains_them():
+    with torch.device("meta"):
+        tables = nn.ModuleList([nn.Embedding(5, 2), nn.Embedding(5, 2)])
+    tables[1].weight = tables[0].weight
+    weight = tables[0].weight
+    optimizer = sparsestep.Adam(tables.parameters(), lr=0.1)
+    shard(tables, plan="rows")
+    assert all(each.weight is weight for each in tables)
+    before = weight.detach().clone()
+    (tables[0](torch.tensor([1])) + tables[1](torch.tensor([4]))).sum().backward()
+    optimizer.step()
+    assert (weight != before).any(1).nonzero().flatten().tolist() == [1, 4]
+
+
+def test_a_tracked_table_on_meta_is_refused():
+    with torch.device("meta"):
+        table = sparsestep.nn.Embedding(5, 2)
+    sparsestep.Adam(table.parameters(), semantics="dense").track(table)
+    with pytest.raises(sparsestep.InputError, match="must not be tracked yet"):
+        shard(table, plan="rows")
+    assert table.weight.is_meta
+
+
 def test_torchs_optimizers_exchange_gradients_and_only_lookups_have_them():
     tables = [nn.Embedding(5, 2), nn.Embedding(5, 2)]
     tables[1].load_state_dict(tables[0].state_dict())

@@ -216,7 +216,7 @@ def sharded_table(module: nn.Module) -> ShardedTable | None:
 
 
 def _convert_table(module: Any, table: ShardedTable, group: TableGroup) -> None:
-    table.keep_local_shard(module)
+    table.keep_local_shard()
     mixin = ShardedNgramEmbedding if isinstance(module, NgramEmbedding) else ShardedEmbedding
     _convert(module, mixin, group, table.index, looked_up_by=(table.local,), sharded_table=table)
 
@@ -458,6 +458,8 @@ class _Sharding:
             is_replicated = not table.placement.is_sharded and ranks.world_size > 1
             if is_replicated and first == table.index:
                 dist.broadcast(table.local_weight, group_src=0, group=ranks.group)
+        for table, module in zip(self.tables, self._modules.values(), strict=True):
+            certain(partial(table.fill_meta_weight, module))
         widths = [len(each.tables) for each in self._collections.values()]
         max_tables = max([len(self.tables), *widths])
         group = certain(partial(ShardedGradSource, ranks, self.tables, max_tables))
