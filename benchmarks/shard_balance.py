@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsestep.distributed._ids import split_by_owner, unique_ids
+from sparsestep.distributed._requests import split_by_owner, unique_ids
 
 
 def zipf(count: int, rows: int, draw: torch.Generator) -> Tensor:

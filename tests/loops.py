@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
 
 import sparsestep
 from tests.table import all_same_bits, state_tensors, steps_of
@@ -293,15 +293,21 @@ def by_autograd_grad(training: Training, number: int) -> None:
     training.optimizer.step()
 
 
-def scheduled(training: Training) -> Step:
-    step = plain(training)
-    schedule = lr_scheduler.ExponentialLR(training.optimizer, gamma=0.5)
+def scheduled(*makers: Callable[[Optimizer], Any]) -> Loop:
+    """A loop with schedulers of learning rates."""
 
-    def scheduled_step(number: int) -> None:
-        step(number)
-        schedule.step()
+    def loop(training: Training) -> Step:
+        step, schedules = plain(training), [make(training.optimizer) for make in makers]
 
-    return scheduled_step
+        def scheduled_step(number: int) -> None:
+            step(number)
+            for schedule in schedules:
+                never_better = isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
+                schedule.step(*[1.0] * never_better)
+
+        return scheduled_step
+
+    return loop
 
 
 # Loops that come to the same as another loop, to the last bit.
@@ -318,7 +324,8 @@ SAME: dict[Loop, Loop] = {
 }
 # Loops for which a reference is the same loop with other modules or gradients.
 LOOPS: dict[str, Loop] = {
-    **{loop.__name__: loop for loop in (plain, zeroed, accumulated, hooked, scheduled)},
+    **{loop.__name__: loop for loop in (plain, zeroed, accumulated, hooked)},
+    "scheduled": scheduled(lambda opt: lr_scheduler.ExponentialLR(opt, gamma=0.5)),
     **{change.__name__: changed(change) for change in (clip_norm, clip_value, divide)},
     **{loop.__name__: loop for loop in (unscaled_and_clipped, in_backward, in_three_backwards)},
 }

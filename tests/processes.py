@@ -1,4 +1,4 @@
-"""Work in forked processes: a crash and a hang are results like any other."""
+"""Work in forked processes, where a crash and a hang are results like any other; a tally of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import faulthandler
 import gc
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -182,3 +184,41 @@ def run(
     finally:
         for each in team:
             each.end()
+
+
+class Tally:
+    """Cases by kind, and findings by what they are."""
+
+    def __init__(self) -> None:
+        self.kinds: Counter[str] = Counter()
+        self.findings: dict[tuple[str, str], list[Any]] = defaultdict(list)
+        self._start = self._shown = time.monotonic()
+
+    def add(self, kind: str, key: Any, finding: str = "", detail: str = "") -> None:
+        """Count a case; a new finding is printed at once, and now and then how many there are."""
+        self.kinds[kind] += 1
+        if finding:
+            same = self.findings[kind, re.sub(r"\d{3,}", "…", finding)]
+            same.append(key)
+            if len(same) == 1:
+                print(f"FOUND in {kind} at {key}: {finding}: {detail}", flush=True)
+        if time.monotonic() - self._shown > 10:
+            self._shown = time.monotonic()
+            print(self.head(), flush=True)
+
+    @property
+    def cases(self) -> int:
+        return sum(self.kinds.values())
+
+    def head(self) -> str:
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        count = sum(map(len, self.findings.values()))
+        rate = f"{self.cases / seconds:.0f} a second"
+        return f"{self.cases} cases, {count} findings in {seconds:.0f} s, {rate}"
+
+    def report(self) -> str:
+        """Every finding once, with how often it came and where."""
+        lines = [f"  {kind:44}{n:10,}" for kind, n in sorted(self.kinds.items())]
+        for (kind, what), keys in sorted(self.findings.items(), key=lambda item: -len(item[1])):
+            lines.append(f"{len(keys):5} x {kind}: {what}, at {', '.join(map(str, keys[:5]))}")
+        return "\n".join([*lines, self.head()])

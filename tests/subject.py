@@ -147,23 +147,22 @@ class Subject:
             record = self.record(param)
             if each is not None and not each.is_as_given():
                 raise FindingError("a gradient was written", each.text)
-            self._check_count(before.counts[place], record, given=each is not None)
-            if want is None:
-                if not same_bits(param, before.params[place]):
-                    raise FindingError("a parameter without a gradient changed", f"param {place}")
-                continue
+            count, now = before.counts[place], count_in(record)
+            if now is not None and now != (count or 0) + (each is not None):
+                raise FindingError("wrong step count", f"{count} to {now} of param {place}")
+            if want is None and not same_bits(param, before.params[place]):
+                raise FindingError("a parameter without a gradient changed", f"param {place}")
+            self.compare(want, param, group)
+
+    def compare(self, want: oracle.Expected | None, param: Tensor, group: dict[str, Any]) -> None:
+        """Compare a parameter and its state with what a step must come to."""
+        if want is not None:
+            record = self.record(param)
             found = [param.detach(), *(record.get(name) for name in want.names[1:])]
-            oracle.compare(want, found, group, exactly=not self.is_in_half(group, param))
-
-    def is_in_half(self, group: dict[str, Any], param: Tensor) -> bool:
-        """Whether torch's kernel computes in half precision, because that was asked for."""
-        halves = (torch.float16, torch.bfloat16)
-        return param.dtype in halves and group.get("state_dtype") == param.dtype
-
-    def _check_count(self, before: int | None, record: dict[str, Any], *, given: bool) -> None:
-        now = count_in(record)
-        if now is not None and now != (before or 0) + int(given):
-            raise FindingError("wrong step count", f"{before} to {now}, gradient: {given}")
+            # Torch's kernel computes in half precision if that was asked for.
+            is_half = param.dtype in (torch.float16, torch.bfloat16)
+            in_half = is_half and group.get("state_dtype") == param.dtype
+            oracle.compare(want, found, group, exactly=not in_half)
 
     def same_as(self, other: Subject) -> bool:
         return all_same_bits(self.tensors, other.tensors)

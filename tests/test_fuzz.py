@@ -12,7 +12,7 @@ import torch
 import sparsestep
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.fuzz import cases, spoiling
-from tests.fuzz.__main__ import Tally, outcomes
+from tests.fuzz.__main__ import Tally, count
 from tests.fuzz.cases import Outcome, training
 from tests.fuzz.findings import check_refusal
 from tests.generate.source import SeededSource
@@ -96,20 +96,14 @@ def misbehaving(seed: int) -> Outcome:
         pass
     if seed == 9:
         threading.Event().wait()
-    return Outcome(seed, "mine", "odd" if seed % 5 == 2 else "")
+    return Outcome("mine", "odd" if seed % 5 == 2 else "")
 
 
 def test_a_crash_and_a_hang_are_reported_with_their_seeds_and_nothing_is_lost():
     tally = Tally()
-    seen = {}
-    batches = iter([list(range(5)), list(range(5, 12))])
-    for outcome in outcomes(batches, misbehaving, 2, timeout=0.3):
-        tally.add(outcome)
-        seen[outcome.seed] = outcome
-    assert sorted(seen) == list(range(12))
-    assert seen[3].finding == "crash, exit code -6"
-    assert seen[6].finding.startswith("hang")
-    assert seen[9].finding.startswith("hang")
-    assert {seed for seed, each in seen.items() if each.finding == "odd"} == {2, 7}
+    count(tally, iter([list(range(5)), list(range(5, 12))]), misbehaving, 2, timeout=0.3)
     assert (tally.cases, tally.kinds["mine"], tally.kinds["process"]) == (12, 9, 3)
-    assert "    2 x mine: odd" in tally.report()
+    assert tally.findings["mine", "odd"] == [2, 7]
+    assert tally.findings["process", "crash, exit code -6"] == [3]
+    assert tally.findings["process", "hang, more than 0.3 s"] == [6, 9]
+    assert "    2 x mine: odd, at 2, 7" in tally.report()

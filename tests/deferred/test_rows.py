@@ -238,25 +238,6 @@ def test_a_step_without_memory_for_a_longer_history_changes_nothing(
     assert not torch.equal(param, before)
 
 
-def test_options_under_which_nothing_can_be_deferred_are_refused_before_rows_catch_up():
-    @sparsestep.rule(state={"exp_avg": 0.0, "exp_avg_sq": 0.0})
-    def adam(param, grad, exp_avg, exp_avg_sq, *, step, lr, betas):
-        exp_avg = exp_avg + (1 - betas[0]) * (grad - exp_avg)
-        exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1]) * grad * grad
-        size = (exp_avg_sq / (1 - betas[1] ** step)).sqrt() + 1e-8
-        return param - lr / (1 - betas[0] ** step) * exp_avg / size, exp_avg, exp_avg_sq
-
-    param = torch.nn.Parameter(torch.ones(4, 2))
-    opt = adam([param], lr=0.0, betas=(0.5, 0.9), semantics="dense")
-    for row in (0, 1):
-        param.grad = torch.sparse_coo_tensor([[row]], torch.ones(1, 2), (4, 2))
-        opt.step()
-    opt.param_groups[0]["betas"] = (0.5, 1.0)
-    param.grad = torch.ones(4, 2)
-    with refused(opt, match="cannot defer updates"):
-        opt.step()
-
-
 # The betas of Adam, and the past step from which on no row is replayed in float32.
 SERIES = [((0.9, 0.999), 0), ((0.9, 0.99), 0), ((0.9, 0.95), 1), ((0.99, 0.999), 10)]
 

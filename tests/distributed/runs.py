@@ -15,7 +15,7 @@ from sparsestep.optim.optimizer import RuleOptimizer
 from tests.ranks import Rank
 from tests.table import EVERY, Variant, sm3_by_rows
 
-ROWS = {"user": 11, "item": 13, "tags": 9}  # numbers that no number of ranks divides
+ROWS = {"user": 11, "item": 13, "tags": 9, "grams": 7}  # which no number of ranks divides
 DIM, STEPS, BATCH = 4, 4, 6
 KINDS = ("tables", "rows", "copy")
 Results = dict[str, Any]
@@ -24,7 +24,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Tables(nn.Module):
-    """One id each, bags that are summed, bags whose mean is taken and that have padding."""
+    """One id each, bags that are summed, bags with padding whose mean is taken, and n-grams."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -32,9 +32,11 @@ class Tables(nn.Module):
         self.user = nn.Embedding(ROWS["user"], DIM, dtype=dtype)
         self.item = nn.EmbeddingBag(ROWS["item"], DIM, mode="sum", dtype=dtype)
         self.tags = nn.EmbeddingBag(ROWS["tags"], DIM, mode="mean", padding_idx=1, dtype=dtype)
+        self.grams = sparsestep.nn.NgramEmbedding(ROWS["grams"], DIM).to(dtype)
 
     def forward(self, batch: Batch) -> list[Tensor]:
-        return [self.user(batch.user), self.item(*batch.item), self.tags(batch.tags)]
+        bags = [self.user(batch.user), self.item(*batch.item), self.tags(batch.tags)]
+        return [*bags, self.grams(batch.tags)]
 
 
 @dataclass
@@ -55,7 +57,8 @@ def batch_of(step: int, rank: int, size: int, dtype: torch.dtype = torch.float32
     offsets = torch.zeros(size, dtype=torch.int64)
     if size:
         offsets[1:] = lengths.cumsum(0)[:-1]
-    grads = [torch.randn(size, DIM, generator=draw).to(dtype) for _ in ROWS]
+    shapes = [(DIM,), (DIM,), (DIM,), (3, DIM)]
+    grads = [torch.randn(size, *shape, generator=draw).to(dtype) for shape in shapes]
     items = ids(ROWS["item"], int(lengths.sum()))
     return Batch(ids(ROWS["user"], size), (items, offsets), ids(ROWS["tags"], size, 3), grads)
 
@@ -92,6 +95,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     dtype: torch.dtype = torch.float32
     clip: float | None = None
+    wire: str | None = None
 
     def optimizer(self, model: nn.Module) -> RuleOptimizer:
         params = list(model.parameters())
@@ -102,8 +106,10 @@ class Case:
 
     def step(self, model: Tables, opt: RuleOptimizer, batch: Batch, share: int = 1) -> Any:
         opt.zero_grad()
-        grads = [grad / share for grad in batch.grads]
-        torch.autograd.backward(model(batch), grads)
+        grads, outputs = [grad / share for grad in batch.grads], model(batch)
+        if self.wire is not None:  # a loss that depends on the rows that came
+            grads = [grad * rows.detach() for grad, rows in zip(grads, outputs, strict=True)]
+        torch.autograd.backward(outputs, grads)
         norm = None
         if self.clip is not None:
             norm = sparsestep.clip_grad_norm_(model.parameters(), self.clip)
@@ -128,7 +134,7 @@ def in_one_process(case: Case, world: int) -> Results:
 def trained(case: Case, rank: int, world: int, **options: Any) -> Results:
     """The shards of the tables and of their state that this rank has after training."""
     model = Tables(case.dtype)
-    options = {"plan": case.kind, "reduce": case.reduce, "order": case.order, **options}
+    options |= {"plan": case.kind, "reduce": case.reduce, "order": case.order, "wire": case.wire}
     sparsestep.distributed.shard(model, **options)
     opt = case.optimizer(model)
     norms = []
@@ -241,6 +247,11 @@ QUICK = {
     "by row": Case("rows", make=sparsestep.RowwiseAdagrad),
     "clipped": Case("tables", clip=0.5),
     **{f"user rule-{kind}": Case(kind, make=sm3_by_rows) for kind in KINDS},
+    **{
+        f"{wire}-{kind}": Case(kind, order="fast", make=sparsestep.SGD, wire=wire)
+        for wire in ("bf16", "int8")
+        for kind in KINDS
+    },
 }
 LOW_PRECISION = {
     "half-rows": Case("rows", order="fast", dtype=torch.bfloat16),

@@ -16,13 +16,7 @@ from torch import nn
 import sparsestep
 from sparsestep._torch import group_timeout
 from sparsestep.distributed import collectives
-from tests.distributed.runs import (
-    each_kind,
-    initial_rows,
-    said,
-    sharded,
-    whole,
-)
+from tests.distributed.runs import each_kind, initial_rows, said, sharded, whole
 from tests.faults.snapshot import of_optimizer, snapshot
 from tests.ranks import Rank, ranks
 from tests.table import all_same_bits
@@ -31,13 +25,6 @@ lockstep, shard = sparsestep.distributed.lockstep, sparsestep.distributed.shard
 
 IDS = torch.tensor([[0, 1, 4], [6, 6, 2]])
 TIMEOUT, SOON = timedelta(seconds=100), timedelta(seconds=1)
-
-
-def new_table(kind: str) -> tuple[nn.EmbeddingBag, Any]:
-    torch.manual_seed(0)
-    table = nn.EmbeddingBag(7, 2, mode="sum")
-    shard(table, plan=kind, reduce="sum", order="global")
-    return table, sparsestep.Adam(table.parameters(), lr=0.5)
 
 
 # Errors on one rank
@@ -107,18 +94,20 @@ def test_state_from_before_shard_is_refused(rank: Rank):
 
 
 class Differs(nn.Module):
-    def __init__(self, rows: int = 7, dtype: Any = None, more: int = 0) -> None:
+    def __init__(self, rows: int = 7, dtype: Any = None, more: int = 0, seed: int = 0) -> None:
         super().__init__()
         self.user = nn.Embedding(rows, 2, dtype=dtype)
         self.item = nn.EmbeddingBag(9, 2, mode="sum")
         self.more = nn.ModuleList([nn.Embedding(5, 2) for _ in range(more)])
+        self.grams = sparsestep.nn.NgramEmbedding(7, 2, seed=seed)
 
 
 # Options of the last rank's model, those of shard(), and what all ranks say.
 MODELS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"rows": 8}, {}, "shape of 'user': 7 x 2 on rank 0, 8 x 2 on rank 1"),
     ({"dtype": torch.float64}, {}, "dtype of 'user': torch.float32 on rank 0, torch.float64 on"),
-    ({"more": 1}, {}, "tables: 'user', 'item' on rank 0, 'user', 'item', 'more.0' on rank 1"),
+    ({"more": 1}, {}, "'item', 'grams' on rank 0, 'user', 'item', 'more.0', 'grams' on rank 1"),
+    ({"seed": 1}, {}, "seed of 'grams': 0 on rank 0, 1 on rank 1"),
     ({}, {"plan": "copy"}, "plan of 'user': 'rows' on rank 0, 'copy' on rank 1"),
     ({}, {"plan": {"user": "rows", "item": "tables"}}, "plan of 'item': 'rows' on rank 0, 'tables"),
     ({}, {"reduce": "sum"}, "reduce of 'user': mean on rank 0, sum on rank 1"),
@@ -167,10 +156,10 @@ def test_ranks_with_different_tables_and_optimizers(rank: Rank):
 @ranks(2)
 def test_a_learning_rate_that_differs_later(rank: Rank):
     """From the second step on; a tensor counts as its value."""
-    table, opt = new_table("copy")
+    table, opt = sharded("copy")
     (group,) = opt.param_groups
     if rank.index == 0:
-        group["lr"] = torch.tensor(0.5)
+        group["lr"] = torch.tensor(1.0)
     messages = []
     for lr in (group["lr"], 0.25 + rank.index, 0.25):
         opt.zero_grad()
@@ -187,7 +176,7 @@ def test_a_learning_rate_that_differs_later(rank: Rank):
 
 
 def looks_up() -> Callable[[], object]:
-    table, _ = new_table("rows")
+    table, _ = sharded("rows")
     table(IDS)
     return lambda: table(IDS)
 
@@ -206,7 +195,7 @@ def steps() -> Callable[[], object]:
 def prefetches() -> Callable[[], object]:
     from sparsestep.distributed.lockstep import _active_prefetchers
 
-    table, _ = new_table("rows")
+    table, _ = sharded("rows")
     batches = [IDS.clone() for _ in range(9)]
     loop = iter(lockstep(batches, prefetch=1))
     for _ in range(2):
@@ -244,7 +233,7 @@ def test_groups_wait_as_long_as_the_users_and_a_killed_rank_is_an_error(rank: Ra
                 action()
             set_timeouts(groups, TIMEOUT)
             store.set(prepare.__name__, "done")
-    table, opt = new_table("rows")
+    table, opt = sharded("rows")
     before = snapshot(of_optimizer(opt))
     table(IDS).sum().backward()
     if rank.index:

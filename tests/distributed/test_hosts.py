@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import sparsestep
 from benchmarks.dynamic_hosts import NamespaceError, Run, namespaces
-from sparsestep.distributed._network import warn_about_loopback
+from sparsestep.distributed._hosts import warn_about_loopback
 from tests.ranks import HAS_GLOO
 from tests.table import same_bits
 

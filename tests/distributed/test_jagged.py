@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sparsestep
 from sparsestep.distributed.lockstep import empty_batch
@@ -42,21 +41,21 @@ class Keyed:
     def lengths(self) -> Tensor:
         return self._lengths
 
-    def offset_per_key(self) -> list[int]:
-        ends = self._lengths.view(len(self._keys), -1).sum(1).cumsum(0)
-        return [0, *ends.tolist()]
+    def offsets(self) -> Tensor:
+        return nn.functional.pad(self._lengths.cumsum(0), (1, 0)).to(self._lengths.dtype)
 
-    def to_dict(self) -> dict[str, Any]:
+    def offset_per_key(self) -> list[int]:
+        size = len(self._lengths) // len(self._keys)
+        return [int(self.offsets()[n * size]) for n in range(len(self._keys) + 1)]
+
+    def to_dict(self) -> dict[str, Keyed]:
+        """Each key by itself; TorchRec has another class for it."""
         found, ends = {}, self.offset_per_key()
         lengths = self._lengths.view(len(self._keys), -1)
         for n, key in enumerate(self._keys):
             part = slice(ends[n], ends[n + 1])
-            offsets = torch.zeros(lengths.shape[1] + 1, dtype=self._lengths.dtype)
-            offsets[1:] = lengths[n].cumsum(0)
             weights = None if self._weights is None else self._weights[part]
-            parts = {"values": self._values[part], "weights_or_none": weights, "offsets": offsets}
-            methods = {name: lambda value=value: value for name, value in parts.items()}
-            found[key] = SimpleNamespace(**methods)
+            found[key] = Keyed([key], self._values[part], weights, lengths[n])
         return found
 
 
@@ -74,13 +73,13 @@ def collection(**options: Any) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(SIZES, mode="sum", **options)
 
 
-def plain(batch: Keyed) -> tuple[dict[str, Tensor], ...]:
+def plain(batch: Keyed) -> list[dict[str, Any]]:
     """Ids, offsets without the last, and weights."""
     parts = {name: batch.to_dict()[name] for name in SIZES}
-    ids = {name: part.values() for name, part in parts.items()}
-    offsets = {name: part.offsets()[:-1].long() for name, part in parts.items()}
-    weights = {name: part.weights_or_none() for name, part in parts.items()}
-    return ids, offsets, weights  # type: ignore[return-value]
+    found = {
+        n: (p.values(), p.offsets()[:-1].long(), p.weights_or_none()) for n, p in parts.items()
+    }
+    return [{name: each[n] for name, each in found.items()} for n in range(3)]
 
 
 @pytest.mark.parametrize("include_last_offset", [False, True])
@@ -88,21 +87,16 @@ def plain(batch: Keyed) -> tuple[dict[str, Tensor], ...]:
 def test_a_keyed_jagged_tensor_gives_what_ids_and_offsets_give(
     weighted: bool, include_last_offset: bool
 ):
+    """Tables in a list take keys in their order."""
     batch = keyed(1, weighted=weighted, keys=("other", "item", "user"))  # one has no table
     found = collection(include_last_offset=include_last_offset)(batch)
     expected = collection()(*plain(batch))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in SIZES)
-
-
-def test_tables_in_a_list_take_keys_in_their_order():
-    batch = keyed(1, keys=("a", "b"))
-    torch.manual_seed(0)
-    tables = EmbeddingBagCollection(list(SIZES.values()), mode="sum")
-    first, second = batch.to_dict().values()
-    begins = [part.offsets()[:-1].long() for part in (first, second)]
-    expected = tables([first.values(), second.values()], begins)
-    assert all(map(torch.equal, tables(batch), expected))
+    batch, tables = keyed(1, weighted=weighted), list(collection().tables.values())
+    expected = collection()(*plain(batch))
+    found = EmbeddingBagCollection([tables[1], tables[0]])(batch)
+    assert all(map(torch.equal, found, [expected["item"], expected["user"]]))
 
 
 def test_what_does_not_fit_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,17 +16,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sparsestep
 from sparsestep.distributed import _requests, lookup
+from sparsestep.distributed._table import ShardedTable
 from tests.distributed.runs import (
-    PLAN,
-    Net,
+    BATCH,
+    ROWS,
+    Case,
+    Tables,
+    batch_of,
+    collected,
+    each_kind,
     initial_rows,
-    net_batch,
     said,
     sharded,
     whole,
 )
+from tests.faults.snapshot import snapshot
 from tests.ranks import Rank, ranks
-from tests.table import same_bits
 
 lockstep, shard = sparsestep.distributed.lockstep, sparsestep.distributed.shard
 
@@ -67,73 +73,35 @@ def counted() -> Iterator[list[int]]:
 
 
 @ranks(3)
-def test_prefetched_ids_give_the_same_bits(rank: Rank):
-    """Tables of all kinds are looked up at once, and one of them once more.
+@each_kind
+def test_prefetched_ids_give_the_same_bits(rank: Rank, kind: str):
+    """Ranks end at different times; tensors are replaced in one step, and modified in another."""
+    found, num_tables, case = [], len(ROWS), Case(kind)
+    real, begun = ShardedTable.prefetch, []
 
-    Ranks end at different times; one of them is given other tensors for a while.
-    """
-    found = []
+    def prefetch_rows(table: ShardedTable, rows: Tensor) -> None:
+        begun.extend([1] * (threading.current_thread() is not threading.main_thread()))
+        real(table, rows)
+
+    rank.monkeypatch.setattr(ShardedTable, "prefetch", prefetch_rows)
     for prefetch in (0, 1):
-        model = Net()
-        shard(model, plan=PLAN, reduce="sum", order="global")
-        opt = sparsestep.SGD(model.tables.parameters(), lr=0.01)
-        batches = [
-            list(net_batch(step, rank.index).movedim(1, 0).contiguous())
-            for step in range(STEPS - rank.index)
-        ]
-        user: Any = model.tables.tables["user"]
+        model = Tables()
+        shard(model, plan=kind, reduce="sum", order="global")
+        opt = case.optimizer(model)
+        batches = [batch_of(step, rank.index, BATCH) for step in range(STEPS - rank.index)]
         with counted() as sent:
-            for step, ids in enumerate(lockstep(batches, prefetch)):
-                opt.zero_grad()
-                if step == 3 and rank.index == 0:
-                    ids = [each.clone() for each in ids]  # all ranks send theirs now
-                rows = sum(model.tables(ids).values()) + user(ids[0])
-                rows.square().sum().backward()
-                opt.step()
-        found.append(torch.cat([p.detach().flatten() for p in model.tables.parameters()]))
+            for step, batch in enumerate(lockstep(batches, prefetch)):
+                if step == 3 and rank.index == 0:  # all ranks send theirs
+                    batch = copy.deepcopy(batch)
+                if step == 4 and rank.index == 0:  # all ranks send those of this table
+                    batch.user.clamp_(max=2)
+                case.step(model, opt, batch)
+        found.append(snapshot(collected(model, opt, [])))
         # Prefetched: all but the first two, and the one where a rank had other tensors.
-        assert len(sent) == 2 * (3 if prefetch else STEPS)
-    assert same_bits(*found)
-
-
-@ranks(2)
-@pytest.mark.parametrize("kind", ["rows", "tables", "mapped"])
-def test_rows_of_ngrams_are_sent_in_advance(rank: Rank, kind: str):
-    """The rows that tokens are hashed to; from a file, the owner has begun to read them."""
-    found = []
-    for prefetch in (0, 1):
-        torch.manual_seed(0)
-        weight = None
-        if kind == "mapped":
-            path = rank.folder / f"{prefetch}.table"
-            weight = sparsestep.storage.mapped(path, (97, 2), optimizer=sparsestep.RowwiseAdam)
-        memory: Any = sparsestep.nn.NgramEmbedding(97, 2, heads=2, weight=weight)
-        shard(memory, plan="tables" if kind == "tables" else "rows")
-        opt = sparsestep.RowwiseAdam(memory.parameters(), lr=0.1, betas=(0.0, 0.999))
-        batches = []
-        for step in range(STEPS - rank.index):
-            tokens = torch.randint(9, (2, 5), generator=torch.Generator().manual_seed(step))
-            batches.append((tokens + rank.index, (tokens > 3).long()))
-        requests: list[Tensor] = []
-        table: Any = memory.sharded_table
-
-        def prefetch_rows(ids: Tensor, real: Any = table.prefetch, to: Any = requests) -> None:
-            to.append(ids)
-            real(ids)
-
-        rank.monkeypatch.setattr(table, "prefetch", prefetch_rows)
-        with counted() as sent:
-            for tokens, documents in lockstep(batches, prefetch):
-                opt.zero_grad()
-                output = memory(tokens, documents)
-                output.backward(torch.arange(output.numel()).view_as(output) / 9)
-                opt.step()
-        assert len(sent) == (2 if prefetch else STEPS)
-        assert len(requests) == STEPS + (STEPS - 2 if prefetch else 0)
-        found.append(memory.weight.detach().clone())
-    assert same_bits(*found)
-    assert not found[0].isnan().any()
-    assert kind == "tables" or found[0].any()
+        assert len(sent) == (num_tables * 3 + 1 if prefetch else num_tables * STEPS)
+        # Of tables in files, owners begin to read the rows.
+        assert len(begun) == num_tables * (STEPS - 2) * (prefetch and kind != "copy")
+    assert found[0] == found[1]
 
 
 @ranks(2)
@@ -149,40 +117,22 @@ def test_ids_are_prefetched_if_ranks_have_sharded_different_models(rank: Rank):
 
 
 @ranks(3)
-def test_bad_ids_that_were_to_be_prefetched(rank: Rank):
-    """The last rank's fourth batch has an id out of range, as every loop goes on."""
-    table, opt = sharded("rows")
-    ids = [torch.tensor([1, rank.index]) for _ in range(STEPS)]
-    if rank.is_last:
-        ids[3] = torch.tensor([1, 99])
-    for step, batch in enumerate(lockstep(ids, prefetch=1)):
-        opt.zero_grad()
-        message = said(lambda batch=batch: table(batch).sum().backward())
-        if step != 3:
-            assert message == ""
-            opt.step()
-        elif rank.is_last:
-            assert message.startswith("Embedding (7 x 2): ids must be in [0, 7)")
-        else:
-            assert message.startswith(f"rank {rank.world - 1}, which looks up")
-    after = initial_rows()
-    after[1] -= (STEPS - 1) * rank.world
-    after[: rank.world] -= STEPS - 1
-    torch.testing.assert_close(whole(rank, table.weight), after)
-
-
-@ranks(3)
 @pytest.mark.parametrize(
     ("function", "in_thread", "nth"),
-    [("read_ids", True, 1), ("serve_lookups", False, 3), ("_row_sections", False, 5)],
+    [
+        ("bad ids", True, 0),
+        ("read_ids", True, 1),
+        ("serve_lookups", False, 3),
+        ("_row_sections", False, 5),
+    ],
 )
-def test_memory_runs_out_while_ids_are_prefetched(
+def test_a_rank_that_fails_while_ids_are_prefetched(
     rank: Rank, function: str, in_thread: bool, nth: int
 ):
     """The lookup says so on every rank, before and after it knows the rows to send."""
     table, opt = sharded("rows")
-    module = _requests if in_thread else lookup
-    real, calls = getattr(module, function), []
+    module, calls = _requests if in_thread else lookup, []
+    batches = [torch.tensor([0, 1]) for _ in range(STEPS)]
 
     def fail(*arguments: Any, **options: Any) -> Any:
         if (threading.current_thread().name == "sparsestep-ids") == in_thread:
@@ -191,17 +141,23 @@ def test_memory_runs_out_while_ids_are_prefetched(
                 raise MemoryError("no memory, says the test")
         return real(*arguments, **options)
 
-    if rank.is_last:
+    if rank.is_last and function == "bad ids":
+        batches[3] = torch.tensor([0, 99])
+    elif rank.is_last:
+        real = getattr(module, function)
         rank.monkeypatch.setattr(module, function, fail)
     messages = []
-    for batch in lockstep([torch.tensor([0, 1]) for _ in range(7)], prefetch=1):
+    for batch in lockstep(batches, prefetch=1):
         opt.zero_grad()
         messages.append(said(lambda batch=batch: table(batch).sum().backward(), Exception))
         opt.step()
-    assert sum(map(bool, messages)) == 1
-    if not rank.is_last:
-        assert "rank 2, which looks up the table, ran out of memory" in "".join(messages)
+    (failed,) = filter(None, messages)
+    own = "Embedding (7 x 2): ids must be in [0, 7)" if not nth else "no memory, says the test"
+    assert failed.startswith(own if rank.is_last else "rank 2, which looks up the table, ")
     assert len({tuple(map(bool, each)) for each in rank.gather(messages)}) == 1
+    after = initial_rows()
+    after[:2] -= (STEPS - 1) * rank.world
+    torch.testing.assert_close(whole(rank, table.weight), after)
 
 
 @ranks(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,43 +96,33 @@ def test_a_new_table_takes_no_disk_space(rank: Rank):
     assert float(table.weight[-1 if rank.index else 0].detach().sum()) == -64.0
 
 
-@ranks(2)
-@pytest.mark.parametrize("in_rows", [False, True])
-def test_a_restarted_program_loads_the_checkpoint_into_its_files(rank: Rank, in_rows: bool):
-    options = {"optimizer": sparsestep.Adam} if in_rows else {}
-    path = whole_file(rank)
-    table = in_file(path, **options)
-    optimizer = trained(rank, table, "rows")
-    sparsestep.distributed.save(rank.folder / "checkpoint", table, optimizer)
-    train(rank, table, optimizer, range(3, 6))
-    expected = table.weight.detach().clone()
-    train(rank, table, optimizer, range(7, 9))  # after the checkpoint
-    del table, optimizer
-    again = in_file(path, filled=False, **options)
-    shard(again, plan="rows", order="global", reduce="sum")
-    other = sparsestep.Adam(again.parameters(), lr=0.1)
-    sparsestep.distributed.load(rank.folder / "checkpoint", again, other)
-    train(rank, again, other, range(3, 6))
-    assert isinstance(again.weight, sparsestep.storage.Mapped)
-    assert same_bits(again.weight.detach().clone(), expected)
-
-
 @ranks(3)
 @each_kind
-def test_another_placement_loads_the_checkpoint_of_files(rank: Rank, kind: str):
-    """Into files, into memory, and into one process: what the ranks had."""
-    path = whole_file(rank)
-    table = in_file(path)
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_a_restarted_program_loads_the_checkpoint(rank: Rank, kind: str, in_rows: bool):
+    """Into the same files, into files and memory of any placement, and into one process."""
+    options = {"optimizer": sparsestep.Adam} if in_rows else {}
+    path, folder = whole_file(rank), rank.folder / "checkpoint"
+    table = in_file(path, **options)
     optimizer = trained(rank, table, "rows")
-    everything = whole(rank, table.weight.clone(), "rows", ROWS)
-    sparsestep.distributed.save(rank.folder / "checkpoint", table, optimizer)
-    for other in (in_file(path.with_name("other"), filled=False), in_memory()):
-        shard(other, plan=kind)
-        loaded = sparsestep.Adam(other.parameters())
-        sparsestep.distributed.load(rank.folder / "checkpoint", other, loaded)
-        assert same_bits(whole(rank, other.weight.clone(), kind, ROWS), everything)
-    found = sparsestep.distributed.consolidate(rank.folder / "checkpoint")
-    assert same_bits(found["model"]["weight"], everything)
+    saved = whole(rank, table.weight.clone(), "rows", ROWS)
+    sparsestep.distributed.save(folder, table, optimizer)
+    train(rank, table, optimizer, range(3, 6))
+    expected = whole(rank, table.weight.clone(), "rows", ROWS)
+    train(rank, table, optimizer, range(7, 9))  # after the checkpoint
+    del table, optimizer
+    for where, again in (
+        ("rows", in_file(path, filled=False, **options)),
+        (kind, in_file(path.with_name("other"), filled=False)),
+        (kind, in_memory()),
+    ):
+        shard(again, plan=where, order="global", reduce="sum")
+        other = sparsestep.Adam(again.parameters(), lr=0.1)
+        sparsestep.distributed.load(folder, again, other)
+        assert same_bits(whole(rank, again.weight.clone(), where, ROWS), saved)
+        train(rank, again, other, range(3, 6))
+        assert same_bits(whole(rank, again.weight.clone(), where, ROWS), expected)
+    assert same_bits(sparsestep.distributed.consolidate(folder)["model"]["weight"], saved)
 
 
 @ranks(2)
@@ -204,7 +195,11 @@ def test_saves_write_the_rows_that_changed_and_load_on_other_ranks(rank: Rank):
     rows, folder = 40_000, rank.folder / "checkpoint"
     model = Users(whole_file(rank), rows)
     model.step(0, rank, size=6_000)
-    save = lambda: sparsestep.distributed.save(folder, model, model.optimizer)  # noqa: E731
+    save = partial(sparsestep.distributed.save, folder, model, model.optimizer)
+
+    def of_all_ranks() -> dict[int, list[float]]:
+        return {k: v for each in rank.gather(model.rows_of_ids()) for k, v in each.items()}
+
     save()
     mine = folder / f"rows-of-{rank.index}-of-2"
     base = (mine / "base-000001.0").stat().st_size
@@ -212,7 +207,7 @@ def test_saves_write_the_rows_that_changed_and_load_on_other_ranks(rank: Rank):
         model.step(number, rank)
         save()
         assert (mine / f"rows-{number + 1:06}").stat().st_size < base // 100
-    everything = {k: v for each in rank.gather(model.rows_of_ids()) for k, v in each.items()}
+    everything = of_all_ranks()
     # A save that fails on a rank
     model.step(4, rank)
     with rank.monkeypatch.context() as patch:
@@ -222,9 +217,7 @@ def test_saves_write_the_rows_that_changed_and_load_on_other_ranks(rank: Rank):
     assert not (mine / "rows-000005").exists()
     # Into the same files, and into those of one process
     sparsestep.distributed.load(folder, model, model.optimizer)
-    assert {
-        k: v for each in rank.gather(model.rows_of_ids()) for k, v in each.items()
-    } == everything
+    assert of_all_ranks() == everything
     model.step(4, rank)
     save()
     assert (mine / "rows-000005").stat().st_size < base // 100
@@ -232,7 +225,7 @@ def test_saves_write_the_rows_that_changed_and_load_on_other_ranks(rank: Rank):
     used = int(found["tables.vocabularies.user.numbers"][0])
     ids = found["tables.vocabularies.user.ids"][1:used].tolist()
     weight = found["tables.tables.user.weight"]
-    everything = {k: v for each in rank.gather(model.rows_of_ids()) for k, v in each.items()}
+    everything = of_all_ranks()
     assert {key: weight[row].tolist() for row, key in enumerate(ids, 1)} == everything
     # A damaged file of any rank
     rank.barrier()

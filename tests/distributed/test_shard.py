@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import resource
 import sys
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import sparsestep
-from sparsestep.distributed.placement import ByRow
 from tests.distributed.runs import (
     LOW_PRECISION,
     PLAN,
@@ -40,7 +37,8 @@ shard = sparsestep.distributed.shard
 SOAK = int(os.environ.get("SPARSESTEP_SOAK", "2000"))  # steps
 
 
-def assert_alike(case: Case, ours: Results, theirs: Results) -> None:
+def assert_alike(case: Case, ours: Results, theirs: Results, world: int) -> None:
+    is_rounded = case.wire is not None and case.kind != "copy" and world > 1
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         if key == "norms":
@@ -52,14 +50,15 @@ def assert_alike(case: Case, ours: Results, theirs: Results) -> None:
         elif case.order == "global" and case.clip is None:
             assert same_bits(ours[key], value), key
         else:
-            tolerance = 2e-2 if case.dtype is torch.bfloat16 else 2e-5
+            tolerance = 2e-2 if is_rounded or case.dtype is torch.bfloat16 else 2e-5
             torch.testing.assert_close(ours[key], value, rtol=tolerance, atol=tolerance)
 
 
 def assert_trains_alike(rank: Rank, case: Case) -> None:
     parts = rank.gather(trained(case, rank.index, rank.world))
     if rank.is_last:
-        assert_alike(case, put_together(parts, case.kind), in_one_process(case, rank.world))
+        ours, theirs = put_together(parts, case.kind), in_one_process(case, rank.world)
+        assert_alike(case, ours, theirs, rank.world)
 
 
 @ranks(1, 3)
@@ -101,41 +100,6 @@ def test_a_model_trains_in_ddp_as_in_one_process(rank: Rank):
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         found = whole(rank, ours, PLAN.get(name.split(".")[-2], "copy"), len(theirs))
         torch.testing.assert_close(found, theirs.detach(), rtol=1e-4, atol=1e-5)
-
-
-@ranks(2)
-@each_kind
-def test_ngrams(rank: Rank, kind: str):
-    """Rows are hashed by the number of all of them, and catch up before they are read."""
-    for combine, semantics in (("sum", "masked"), ("cat", "dense")):
-        torch.manual_seed(0)
-        ours = sparsestep.nn.NgramEmbedding(7, 2, combine=combine)
-        theirs = copy.deepcopy(ours)
-        shard(ours, plan=kind, reduce="sum")
-        optimizers: list[Any] = []
-        for table in (ours, theirs):
-            optimizers.append(sparsestep.Adam(table.parameters(), lr=0.1, semantics=semantics))
-            if semantics == "dense":
-                optimizers[-1].track(table)
-        for step in range(5):
-            # The second rank has an empty batch at first.
-            tokens = [torch.randint(3, (each * step, 4)) for each in (3, 1)]
-            documents = [each.clamp(max=1) for each in tokens]
-            mine = ours(tokens[rank.index], documents[rank.index])
-            output = theirs(torch.cat(tokens), torch.cat(documents))
-            expected = output.split([len(each) for each in tokens])[rank.index]
-            torch.testing.assert_close(mine, expected)
-            mine.square().sum().backward()
-            output.square().sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for optimizer in optimizers:
-            optimizer.catch_up()
-        found = whole(rank, ours.weight, kind, 7)
-        torch.testing.assert_close(found, theirs.weight.detach())
-    with pytest.raises(sparsestep.InputError, match="seed of the table"):
-        shard(sparsestep.nn.NgramEmbedding(7, 2, seed=rank.index), plan=kind)
 
 
 @ranks(2)
@@ -193,7 +157,7 @@ def test_a_loss_may_leave_a_table_out_and_a_mask_rows(rank: Rank, kind: str):
 @ranks(3)
 @pytest.mark.parametrize("kind", ["tables", "rows", "copy", "rows in chunks"])
 def test_gradients_add_up_however_they_come(rank: Rank, kind: str):
-    """Several lookups, several backward calls, a discarded gradient, a graph before the step."""
+    """Several lookups and backward calls, also after clipping or a step; one is discarded."""
     if kind == "rows in chunks":
         kind = "rows"
         rank.monkeypatch.setattr("sparsestep.distributed.collectives.MAX_MESSAGE_BYTES", 24)
@@ -205,6 +169,8 @@ def test_gradients_add_up_however_they_come(rank: Rank, kind: str):
     (first + second).backward(ones, retain_graph=True)
     table(torch.tensor([2, 2])).backward(ones)
     sparsestep.clip_grad_norm_(table.parameters(), 1e9)
+    if rank.is_last:  # the others have none that is still to be exchanged
+        second.backward(ones, retain_graph=True)
     opt.step()
     opt.zero_grad()
     second.backward(ones)
@@ -217,6 +183,7 @@ def test_gradients_add_up_however_they_come(rank: Rank, kind: str):
     for index in range(rank.world):
         for row in (0, index, 1, 0, 2, 2, 1, 0):  # the last two from the graph before the step
             after[row] -= 1
+    after[:2] -= 1  # of the last rank, after clipping
     torch.testing.assert_close(whole(rank, table.weight, kind), after)
 
 
@@ -340,35 +307,3 @@ def test_torchs_optimizers_exchange_gradients_and_only_lookups_have_them():
         loss.backward()
     tables[0].weight.requires_grad_(False)
     assert not tables[0](torch.tensor([1, 4])).requires_grad
-
-
-# Plans
-
-
-def test_a_plan_for_bags_of_one_length():
-    tables = [ByRow(name, 1000, 16, 4) for name in "ab"]
-    plan = sparsestep.distributed.Plan(tables, world_size=2)
-    by_name = plan.for_batch(512, {"a": 20, "b": 20})
-    assert str(plan.for_batch(512, 20)) == str(by_name)
-    assert by_name.bytes_sent_by(0) > plan.for_batch(512).bytes_sent_by(0)
-
-
-@ranks(2)
-def test_a_gradient_after_clipping_is_not_lost(rank: Rank):
-    """One rank has a new one."""
-    torch.manual_seed(0)
-    model = sparsestep.nn.EmbeddingBagCollection([(7, 2), (9, 2)], mode="sum")
-    sparsestep.distributed.shard(model, plan="rows", reduce="sum")
-    opt = sparsestep.SGD(model.parameters(), lr=1.0)
-    batch = [torch.tensor([[1], [2]]), torch.tensor([[3], [4]])]
-    before = [whole(rank, each, rows=9) for each in model.parameters()]
-    output = model(batch)
-    torch.stack(output).sum().backward(retain_graph=True)
-    sparsestep.clip_grad_norm_(list(model.parameters()), 1e9)
-    if rank.is_last:
-        output[0].sum().backward()
-    opt.step()
-    after = [whole(rank, each, rows=9) for each in model.parameters()]
-    changes = [old - new for old, new in zip(before, after, strict=True)]
-    expected = [4.0 * (rank.world + 1), 4.0 * rank.world]
-    assert [each.sum().item() for each in changes] == pytest.approx(expected)

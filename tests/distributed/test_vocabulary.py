@@ -16,9 +16,9 @@ from sparsestep.distributed.placement import hash_owner
 from tests.distributed.runs import said, whole
 from tests.distributed.test_collectives import Counted
 from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
-from tests.nn.test_id_table import splitmix64
+from tests.nn.cases import splitmix64
 from tests.ranks import Rank, ranks
-from tests.table import all_same_bits, same_bits
+from tests.table import same_bits
 
 shard, Vocabulary = sparsestep.distributed.shard, sparsestep.distributed.Vocabulary
 local_of = sparsestep.nn.Vocabulary
@@ -102,42 +102,91 @@ def assert_ids_alike(rank: Rank, vocabulary: Any, reference: OneProcess) -> None
     assert set(hash_owner(torch.tensor(list(known)), rank.world).tolist()) == {rank.index}
 
 
+# Neither divides among two ranks or three; some growth only fills what is left of a rank's rows.
+SIZES = (17, 18, 23, 41)
+# Optimizers, their options, and those of the vocabulary.
+CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "plain": (sparsestep.Adam, {}, "plain"),
+    "per row": (sparsestep.Adam, {"bias_correction": "per_row"}, "lru"),
+    "dense": (sparsestep.AdamW, {"semantics": "dense"}, "plain"),
+    "lfu": (sparsestep.Adam, {}, "lfu"),
+    "admit": (sparsestep.Adam, {}, "admit"),
+}
+
+
+def two_tables() -> Any:
+    """The second one has rows that its vocabulary does not give away at first."""
+    return nn.ModuleDict({"first": new_table(SIZES[0]), "second": new_table(SIZES[2])})
+
+
+def optimizer_of(tables: Any, name: str) -> Any:
+    make, options, _ = CASES[name]
+    optimizer = make(tables.parameters(), lr=0.1, **options)
+    if optimizer.semantics == "dense":
+        optimizer.track(tables)
+    return optimizer
+
+
+def train(tables: Any, optimizer: Any, rows: Tensor) -> None:
+    ((tables["first"](rows) ** 2).sum() + (tables["second"](rows) ** 3).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors_of(tables: Any, optimizer: Any) -> list[Tensor]:
+    weights = [table.weight for table in tables.values()]
+    state = [value for weight in weights for value in optimizer.state[weight].values()]
+    return [*weights, *(v for v in state if isinstance(v, Tensor) and v.dim())]
+
+
 @ranks(1, 3)
-@pytest.mark.parametrize("name", list(OPTIONS))
-def test_ranks_find_what_one_process_finds(rank: Rank, name: str):
-    """Rows, ids and weights to the bit; also from a vocabulary that was loaded half-way."""
-    table, plain, options = new_table(), new_table(), OPTIONS[name]
-    shard(table, plan="rows", reduce="sum", order="global")
-    optimizer = sparsestep.Adam(table.parameters(), lr=0.1)
-    vocabulary = Vocabulary(table, optimizer, init=nn.init.ones_, **options)
-    reference = sparsestep.Adam(plain.parameters(), lr=0.1)
-    reference_ids = OneProcess(rank.world, options)
-    evicted = 0
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        rows = vocabulary(batch_of(step, rank.index))
-        (table(rows).square().sum() * (1 + step)).backward()
-        optimizer.step()
-        if step == STEPS // 2:
-            saved = vocabulary.state_dict()
-            vocabulary = Vocabulary(table, optimizer, init=nn.init.ones_, **options)
-            vocabulary.load_state_dict(saved)
-        # The same in one process
-        reference.zero_grad()
-        expected = reference_ids(batches_of(step, rank.world))
-        evicted += reference_ids.reset(reference, [plain.weight])
-        flat = torch.cat([each.reshape(-1) for each in expected])
-        (plain(flat).square().sum() * (1 + step)).backward()
-        reference.step()
-        assert torch.equal(rows, expected[rank.index]), step
+@pytest.mark.parametrize("name", list(CASES))
+def test_ranks_find_and_grow_what_one_process_does(rank: Rank, name: str):
+    """Rows, ids, weights and state to the bit; also from a vocabulary that was loaded half-way."""
+    tables, plain, options = two_tables(), two_tables(), OPTIONS[CASES[name][2]]
+    shard(tables, plan="rows", reduce="sum", order="global")
+    optimizer, reference = optimizer_of(tables, name), optimizer_of(plain, name)
+    weights, evicted = list(tables.parameters()), 0
+
+    def attached() -> Any:
+        found = Vocabulary(tables["first"], optimizer, init=nn.init.ones_, **options)
+        found.attach(tables["second"], optimizer, init=nn.init.ones_)
+        return found
+
+    vocabulary, reference_ids = attached(), OneProcess(rank.world, options, SIZES[0])
+    for turn, size in enumerate(SIZES):
+        optimizer.catch_up()  # on all ranks alike: in two parts, a row is rounded twice
+        reference.catch_up()
+        vocabulary.grow(size)
+        for index, part in enumerate(reference_ids.parts):
+            part.grow(len(range(index, size, rank.world)))
+        for table in plain.values():
+            if table.num_embeddings < size:
+                sparsestep.nn.grow(table, size, reference, init=nn.init.ones_)
+        for step in range(3 * turn, 3 * turn + 3):
+            rows = vocabulary(batch_of(step, rank.index))
+            train(tables, optimizer, rows)
+            expected = reference_ids(batches_of(step, rank.world))
+            evicted += reference_ids.reset(reference, list(plain.parameters()))
+            train(plain, reference, torch.cat([each.reshape(-1) for each in expected]))
+            assert torch.equal(rows, expected[rank.index]), step
+        saved, vocabulary = vocabulary.state_dict(), attached()
+        vocabulary.load_state_dict(saved)
     assert bool(evicted) == ("evict" in options)
+    optimizer.catch_up()
+    reference.catch_up()
     assert vocabulary.used == len(vocabulary.as_dict()) + options.get("shared", 1)
     assert_ids_alike(rank, vocabulary, reference_ids)
     for part in reference_ids.parts:
         part.eval()
     expected = reference_ids(batches_of(STEPS, rank.world))
     assert torch.equal(vocabulary.eval()(batch_of(STEPS, rank.index)), expected[rank.index])
-    assert same_bits(whole(rank, table.weight, rows=ROWS), plain.weight.detach())
+    assert all(ours is theirs for ours, theirs in zip(weights, tables.parameters(), strict=True))
+    sizes = [vocabulary.rows, *(table.num_embeddings for table in tables.values())]
+    assert sizes == [SIZES[-1]] * 3
+    ours, theirs = tensors_of(tables, optimizer), tensors_of(plain, reference)
+    for mine, its in zip(ours, theirs, strict=True):
+        assert same_bits(whole(rank, mine, rows=SIZES[-1]), its.detach())
 
 
 def made(rows: int = ROWS, **options: Any) -> tuple[Any, Any, Any]:
@@ -206,78 +255,6 @@ def test_if_a_rank_refuses_nothing_changes(rank: Rank):
     vocabulary.grow(MERGED + 10)
     new_rows = rank.gather(table.weight.detach()[-2:])
     assert not torch.equal(new_rows[0][0], new_rows[-1][0])
-
-
-# Growth, merging and exporting
-
-# Neither divides among two ranks or three; some growth only fills what is left of a rank's rows.
-SIZES = (17, 18, 23, 41)
-GROWING: dict[str, Any] = {
-    "per row": (sparsestep.Adam, {"bias_correction": "per_row"}),
-    "dense": (sparsestep.AdamW, {"semantics": "dense"}),
-}
-
-
-def two_tables() -> Any:
-    """The second one has rows that its vocabulary does not give away at first."""
-    return nn.ModuleDict({"first": new_table(SIZES[0]), "second": new_table(SIZES[2])})
-
-
-def optimizer_of(tables: Any, name: str) -> Any:
-    make, options = GROWING[name]
-    optimizer = make(tables.parameters(), lr=0.1, **options)
-    if optimizer.semantics == "dense":
-        optimizer.track(tables)
-    return optimizer
-
-
-def train(tables: Any, optimizer: Any, rows: Tensor) -> None:
-    ((tables["first"](rows) ** 2).sum() + (tables["second"](rows) ** 3).sum()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def tensors_of(tables: Any, optimizer: Any) -> list[Tensor]:
-    weights = [table.weight for table in tables.values()]
-    state = [value for weight in weights for value in optimizer.state[weight].values()]
-    return [*weights, *(v for v in state if isinstance(v, Tensor) and v.dim())]
-
-
-@ranks(3)
-@pytest.mark.parametrize("name", list(GROWING))
-def test_ranks_grow_as_one_process_does(rank: Rank, name: str):
-    """Rows, ids, weights and state to the bit, also where growth fills what was spare of a rank."""
-    tables, plain = two_tables(), two_tables()
-    shard(tables, plan="rows", reduce="sum", order="global")
-    optimizer, reference = optimizer_of(tables, name), optimizer_of(plain, name)
-    vocabulary = Vocabulary(tables["first"], optimizer, init=nn.init.ones_)
-    vocabulary.attach(tables["second"], optimizer, init=nn.init.ones_)
-    reference_ids = OneProcess(rank.world, {}, SIZES[0])
-    weights = list(tables.parameters())
-    for turn, size in enumerate(SIZES):
-        optimizer.catch_up()  # on all ranks alike: in two parts, a row is rounded twice
-        reference.catch_up()
-        vocabulary.grow(size)
-        for index, part in enumerate(reference_ids.parts):
-            part.grow(len(range(index, size, rank.world)))
-        for table in plain.values():
-            if table.num_embeddings < size:
-                sparsestep.nn.grow(table, size, reference, init=nn.init.ones_)
-        for step in range(3 * turn, 3 * turn + 3):
-            rows = vocabulary(batch_of(step, rank.index))
-            train(tables, optimizer, rows)
-            expected = reference_ids(batches_of(step, rank.world))
-            train(plain, reference, torch.cat([each.reshape(-1) for each in expected]))
-            assert torch.equal(rows, expected[rank.index]), step
-    optimizer.catch_up()
-    reference.catch_up()
-    assert_ids_alike(rank, vocabulary, reference_ids)
-    assert all(ours is theirs for ours, theirs in zip(weights, tables.parameters(), strict=True))
-    sizes = [vocabulary.rows, *(table.num_embeddings for table in tables.values())]
-    assert sizes == [SIZES[-1]] * 3
-    ours, theirs = tensors_of(tables, optimizer), tensors_of(plain, reference)
-    for mine, its in zip(ours, theirs, strict=True):
-        assert same_bits(whole(rank, mine, rows=SIZES[-1]), its.detach())
 
 
 def counts_of(local: Any) -> dict[int, int]:
@@ -362,8 +339,10 @@ def features_of(ids: Tensor) -> dict[str, Tensor]:
 
 @ranks(1, 3)
 @pytest.mark.parametrize("name", list(OPTIONS))
-@pytest.mark.parametrize("order", ["global", "fast"])
-def test_a_collection_looks_up_ids_in_one_exchange(rank: Rank, name: str, order: Any):
+@pytest.mark.parametrize(("order", "prefetch"), [("global", 0), ("fast", 0), ("global", 1)])
+def test_a_collection_looks_up_ids_in_one_exchange(
+    rank: Rank, name: str, order: Any, prefetch: int
+):
     """The rows and weights that the vocabularies and tables of one process have, to the bit."""
     options = OPTIONS[name]
     model = Features(**options)
@@ -377,10 +356,11 @@ def test_a_collection_looks_up_ids_in_one_exchange(rank: Rank, name: str, order:
     reference = sparsestep.Adam(plain.parameters(), lr=0.1)
     one, bag = OneProcess(world, options), OneProcess(world, options, rows=ROWS - 5)
     evicted = 0
-    for step in range(STEPS):
+    loader = [features_of(batch_of(step, rank.index)) for step in range(STEPS)]
+    for step, batch in enumerate(sparsestep.distributed.lockstep(loader, prefetch)):
         optimizer.zero_grad()
         before = counted.number
-        found = model.tables(features_of(batch_of(step, rank.index)))
+        found = model.tables(batch)
         assert counted.since(before) <= 4  # one more than without vocabularies
         sum(each.sum() * (1 + step) for each in found.values()).backward()
         optimizer.step()
@@ -403,24 +383,6 @@ def test_a_collection_looks_up_ids_in_one_exchange(rank: Rank, name: str, order:
     for key, rows_of_table in Features.sizes.items():
         weight = model.tables.tables[key].weight
         assert same_bits(whole(rank, weight, rows=rows_of_table), plain[key].weight.detach())
-
-
-@ranks(2)
-def test_ids_that_are_sent_in_advance_get_the_same_rows(rank: Rank):
-    found = []
-    for prefetch in (0, 1):
-        model = Features(evict="lru")
-        shard(model, plan={"fixed": "rows"}, order="global")
-        optimizer = sparsestep.Adam(model.parameters(), lr=0.1)
-        model.tables.attach(optimizer)
-        loader = [features_of(batch_of(step, 5 * rank.index)) for step in range(STEPS)]
-        for batch in sparsestep.distributed.lockstep(loader, prefetch=prefetch):
-            optimizer.zero_grad()
-            sum(each.square().sum() for each in model.tables(batch).values()).backward()
-            optimizer.step()
-        assert model.tables.vocabularies["bag"].taken_over.numel()
-        found.append(list(model.state_dict().values()))
-    assert all_same_bits(*found)
 
 
 @ranks(3)

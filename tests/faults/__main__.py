@@ -10,7 +10,6 @@ import os
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="this many fixed events per fault, then stop")
     parser.add_argument("--pairs", nargs="+", default=["*"], help="patterns: 'ranks: */line'")
     parser.add_argument("--module", help="another module with OPERATIONS")
-    parser.add_argument("--nth", type=int, help="this event only")
+    parser.add_argument("--nth", type=int, nargs="+", help="these events only")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -42,6 +41,7 @@ def main() -> int:
 
 def search(options: argparse.Namespace) -> int:
     import torch
+    import torch.distributed.tensor
 
     import sparsestep
     from tests import processes
@@ -50,6 +50,8 @@ def search(options: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])  # with the first optimizer torch imports its compiler
+    # Torch ends the process if memory runs out in the first one: no exception may leave pybind11.
+    torch.distributed.tensor.Shard(0)
     sparsestep.SGD([torch.zeros(1)])
     everything = {**operations.OPERATIONS, **ranks.OPERATIONS}
     if options.module:
@@ -80,11 +82,11 @@ def search(options: argparse.Namespace) -> int:
 
     def cases() -> Iterator[list[tuple[tuple[str, str], int]]]:
         chance = random.Random(options.seed)
-        turns = 1 if options.nth is not None else options.sample
+        turns = len(options.nth) if options.nth else options.sample
         for turn in (range(turns) if turns else itertools.count()) if expected else ():
             for pair, known in expected.items():
-                if options.nth is not None:
-                    nth = options.nth
+                if options.nth:
+                    nth = options.nth[turn]
                 elif options.sample:
                     nth = (2 * turn + 1) * known.events // (2 * options.sample)
                 else:
@@ -93,45 +95,26 @@ def search(options: argparse.Namespace) -> int:
                     return
                 yield [(pair, nth)]
 
-    findings: list[str] = []
+    tally = processes.Tally()
+
+    def add(pair: tuple[str, str], nth: int | None, outcome: harness.Outcome) -> None:
+        kind = "/".join(pair) + f": {outcome.kind}"
+        tally.add(kind, nth, *outcome.detail.split("\n", 1))
+
     for pair, found in run(([pair] for pair in chosen), calibrated):
         if isinstance(found, harness.Outcome):
-            report(findings, pair, None, found.detail)
+            add(pair, None, found)
         else:
             expected[pair] = found
     print(f"{len(expected)} pairs of operation and fault", flush=True)
-    counts: Counter[tuple[str, str, str]] = Counter()
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
-    told = time.monotonic()
     try:
         for (pair, nth), outcome in run(cases(), disturbed):
-            counts[(*pair, outcome.kind)] += 1
-            if outcome.kind == "finding":
-                report(findings, pair, nth, outcome.detail)
-            if time.monotonic() - told > 60:
-                told = time.monotonic()
-                print(f"{sum(counts.values())} cases, {len(findings)} findings", flush=True)
+            add(pair, nth, outcome)
     except KeyboardInterrupt:
         print("stopped")
-    show(counts)
-    print(f"{sum(counts.values())} cases, {len(findings)} findings")
-    return int(bool(findings))
-
-
-def report(findings: list[str], pair: tuple[str, str], nth: int | None, detail: str) -> None:
-    findings.append(detail)
-    if len(findings) <= 200:
-        print(f"FOUND in {pair[0]!r} with {pair[1]!r} at {nth}: {detail}\n", flush=True)
-
-
-def show(counts: Counter[tuple[str, str, str]]) -> None:
-    rows = sorted({(operation, injector) for operation, injector, _ in counts})
-    names = f"{'done':>8}{'undone':>9}{'aborted':>9}{'limits':>9}{'findings':>9}"
-    print(f"{'operation':32} {'fault':11} {names}")
-    for pair in rows:
-        kinds = ("done", "undone", "aborted", "limit", "finding")
-        numbers = "".join(f"{counts[(*pair, kind)]:9}" for kind in kinds)
-        print(f"{pair[0]:32} {pair[1]:11}{numbers}")
+    print(tally.report())
+    return int(bool(tally.findings))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Allocations that fail: a library that is preloaded, and what errors it leads to.
+"""Allocations that fail: the library that is preloaded.
 
-Torch and Python report a failed allocation as ``MemoryError`` or as a ``RuntimeError`` that
-``is_out_of_memory`` recognizes. Allocations of a few bytes also happen where C++ must not throw, so
-a sweep over all of them can end in ``std::terminate``.
+Allocations of a few bytes also happen where C++ must not throw, so a sweep over all of them can end
+in ``std::terminate``.
 """
 
 from __future__ import annotations
@@ -31,14 +30,3 @@ def shim() -> Path | None:
     subprocess.run([compiler, *flags, "-o", mine, SOURCE, "-ldl"], check=True, timeout=60)
     os.replace(mine, library)
     return library
-
-
-# Of torch, its archives and gloo.
-_TEXTS = ("allocate memory", "not enough memory", "bad_alloc", "allocation failed")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error reports a failed allocation."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
-    )

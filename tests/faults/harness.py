@@ -10,20 +10,19 @@ import errno
 import gc
 import os
 import signal
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from sparsestep.errors import InputError
+from sparsestep.errors import InputError, is_out_of_memory
 from tests.faults import ranks
-from tests.faults.allocations import is_out_of_memory
 from tests.faults.injectors import AllocationFailures, Injector, Signals
 from tests.faults.operations import Operation
 from tests.faults.snapshot import Snapshot, difference
@@ -33,32 +32,21 @@ TIMEOUT = 60.0
 
 
 class Expected(NamedTuple):
-    """Undisturbed runs.
+    """Undisturbed runs."""
 
-    Attributes:
-        before: snapshots without the operation, one for each rank.
-        after: snapshots with it.
-        events: the events of the injector, on the rank that has the fault.
-        seconds: how long the operation takes.
-        left_before: what the ranks leave without the operation.
-        left_after: what they leave with it.
-    """
-
-    before: list[Snapshot]
-    after: list[Snapshot]
-    events: int
-    seconds: float
-    left_before: Snapshot
-    left_after: Snapshot
+    before: list[Snapshot]  # without the operation, one for each rank
+    after: list[Snapshot]  # with it
+    events: int  # of the injector, on the rank that has the fault
+    seconds: float = 0.0  # that the operation takes
+    left_before: Snapshot = {}  # noqa: RUF012  what the ranks leave without the operation
+    left_after: Snapshot = {}  # noqa: RUF012  what they leave with it
 
 
 class Outcome(NamedTuple):
     """The end of a case.
 
-    Attributes:
-        kind: ``done``, ``undone``, ``finding``, ``aborted`` by a library below torch, or ``limit``,
-            where ranks differ as docs/promises.md says.
-        detail: of a finding.
+    Its kind is ``done``, ``undone``, ``finding``, ``aborted`` by a library below torch, or
+    ``limit``, where ranks differ as docs/promises.md says.
     """
 
     kind: str
@@ -94,10 +82,9 @@ def calibrate(make: type[Operation], injector: Injector) -> Expected:
     if issubclass(make, ranks.RankOperation):
         return _calibrate_ranks(make, injector)
     if injector.kills:
-        before = _killed(make, lambda run: None)
-        after = _killed(make, lambda run: run())
+        before, after = _killed(make, lambda run: None), _killed(make, lambda run: run())
         with _prepared(make) as world:
-            return Expected([before], [after], injector.count(world.run), 0.0, {}, {})
+            return Expected([before], [after], injector.count(world.run))
     with _prepared(make) as world:
         before = world.snapshot()
         began = time.perf_counter()
@@ -105,10 +92,14 @@ def calibrate(make: type[Operation], injector: Injector) -> Expected:
         seconds, after = time.perf_counter() - began, world.snapshot()
     with _prepared(make) as world:
         events = injector.count(world.run)
-        paths = difference(world.snapshot(), after)
+        _compare(world, after, "two undisturbed runs differ")
+    return Expected([before], [after], events, seconds)
+
+
+def _compare(world: Operation, expected: Snapshot, otherwise: str) -> None:
+    paths = difference(world.snapshot(), expected)
     if paths:
-        raise FindingError(f"two undisturbed runs differ: {paths[:6]}")
-    return Expected([before], [after], events, seconds, {}, {})
+        raise FindingError(f"{otherwise}: {paths[:6]}")
 
 
 def run_case(make: type[Operation], injector: Injector, nth: int, expected: Expected) -> Outcome:
@@ -135,9 +126,7 @@ def run_case(make: type[Operation], injector: Injector, nth: int, expected: Expe
             if _open_files() > files:
                 raise FindingError("open files were left")
             _run_again(world)
-            paths = difference(world.snapshot(), after)
-            if paths:
-                raise FindingError(f"called again, it gives another result: {paths[:6]}")
+            _compare(world, after, "called again, it gives another result")
         return outcome
 
 
@@ -213,19 +202,15 @@ def _open_files() -> int:
         return 0
 
 
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True)
-
-
 @contextmanager
 def _prepared(make: type[Operation]) -> Iterator[Operation]:
-    with _folder() as folder:
+    with TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         yield make(Path(folder)).prepare()
 
 
 def _killed(make: type[Operation], call: Callable[[Callable[[], None]], None]) -> Snapshot:
     """Run an operation in another process, which may be killed; what the next process finds."""
-    with _folder() as folder:
+    with TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         pid = os.fork()
         if pid == 0:
             try:
@@ -268,6 +253,7 @@ def _run_ranks(
 ) -> Outcome:
     def disturbed(world: ranks.RankOperation) -> Any:
         error: str | None = None
+        started = ranks.collectives_started()
         try:
             if world.rank == make.faulty:
                 injector.inject(world.run, nth)
@@ -277,6 +263,10 @@ def _run_ranks(
             raise FindingError(str(lost)) from lost
         except (Exception, *injector.raises) as raised:  # its own, the other rank's, a timeout
             error = f"{raised!r} in {traceback.extract_tb(raised.__traceback__)[-1].filename}"
+        is_interrupted = "KeyboardInterrupt" in (error or "")
+        if is_interrupted and ranks.collectives_started() == started:
+            world.run()  # the others still wait in their first call
+            error = None
         values = world.snapshot()
         if make.is_repeatable and KeyboardInterrupt in injector.raises and not injector.kills:
             _run_ranks_again(world, error, values, expected)
@@ -330,7 +320,7 @@ def is_limit_of_hosts(
 def _run_ranks_again(
     world: ranks.RankOperation, error: str | None, values: Snapshot, expected: Expected
 ) -> None:
-    """Ranks that were interrupted go on, unless one was so before the others met it."""
+    """Ranks that were interrupted while they met go on, unless they have lost each other."""
     before, after = expected.before[world.rank], expected.after[world.rank]
     if error is not None and "gloo" in error:
         return
@@ -342,6 +332,4 @@ def _run_ranks_again(
             world.run()
         except Exception as again:
             raise FindingError(f"after {error} it is called again and raises {again!r}") from again
-        paths = difference(world.snapshot(), after)
-        if paths:
-            raise FindingError(f"called again, it gives another result: {paths[:6]}")
+        _compare(world, after, "called again, it gives another result")

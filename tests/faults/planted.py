@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.faults.operations import Operation
+from tests.faults.operations import Operation, of
 from tests.faults.ranks import RankOperation
 from tests.faults.snapshot import Snapshot, snapshot
 
@@ -22,6 +22,7 @@ class Torn(Operation):
 
     def setup(self) -> None:
         self.first = self.second = 0
+        self.lock = threading.Lock()
 
     def run(self) -> None:
         self.first = 1
@@ -29,70 +30,54 @@ class Torn(Operation):
         time.sleep(0.05)
         self.second = 1
 
+    def both(self) -> None:
+        self.first = self.second = 1
+
     def values(self) -> dict[str, Any]:
         return {"first": self.first, "second": self.second}
 
 
-class Locked(Torn):
+def locked(world: Torn) -> None:
     """Never releases its lock when it is interrupted."""
-
-    faults = ("line",)
-
-    def precede(self) -> None:
-        self.lock = threading.Lock()
-
-    def run(self) -> None:
-        if not self.lock.acquire(timeout=0.5):
-            raise RuntimeError("locked")
-        torch.zeros(1000)
-        time.sleep(0.01)
-        self.first = self.second = 1
-        self.lock.release()
+    if not world.lock.acquire(timeout=0.5):
+        raise RuntimeError("locked")
+    torch.zeros(1000)
+    time.sleep(0.01)
+    world.both()
+    world.lock.release()
 
 
-class Guarded(Locked):
+def guarded(world: Torn) -> None:
     """Correct: always releases its lock, also when its ``try`` is interrupted."""
-
-    faults = ("line", "allocation")
-
-    def run(self) -> None:
-        with self.lock:
-            torch.zeros(1000)
-            try:
-                self.first = self.second = 1
-            finally:
-                time.sleep(0)
-
-
-class Deaf(Torn):
-    """Loses signals."""
-
-    faults = ("signal",)
-
-    def run(self) -> None:
-        handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGUSR1)}
-        lost: list[int] = []
-        for signum in handlers:
-            signal.signal(signum, lambda signum, _: lost.append(signum))
-        end = time.monotonic() + 0.5  # a busy machine may send them late
-        while len(lost) < len(handlers) and time.monotonic() < end:
-            time.sleep(0.001)
-        self.first = self.second = 1
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
-
-
-class Crashing(Torn):
-    """Reads address 0 where memory runs out."""
-
-    faults = ("allocation",)
-
-    def run(self) -> None:
+    with world.lock:
+        torch.zeros(1000)
         try:
-            torch.zeros(1000)
-        except RuntimeError:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        self.first = self.second = 1
+            world.both()
+        finally:
+            time.sleep(0)
+
+
+def deaf(world: Torn) -> None:
+    """Loses signals."""
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGUSR1)}
+    lost: list[int] = []
+    for signum in handlers:
+        signal.signal(signum, lambda signum, _: lost.append(signum))
+    end = time.monotonic() + 0.5  # a busy machine may send them late
+    while len(lost) < len(handlers) and time.monotonic() < end:
+        time.sleep(0.001)
+    world.both()
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+def crashing(world: Torn) -> None:
+    """Reads address 0 where memory runs out."""
+    try:
+        torch.zeros(1000)
+    except RuntimeError:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    world.both()
 
 
 class Half(Torn):
@@ -105,34 +90,28 @@ class Half(Torn):
         path.write_text("half")
         time.sleep(0)
         path.write_text("half and half")
-        self.first = self.second = 1
+        self.both()
 
     def reopen(self) -> Snapshot:
         return snapshot({path.name: path.read_text() for path in self.folder.glob("file")})
 
 
-class Alone(RankOperation):
+class Alone(Torn, RankOperation):
     """Rank 0 does not ask whether rank 1 has failed."""
 
     faults = ("allocation",)
 
-    def setup(self) -> None:
-        self.value = 0
-
     def run(self) -> None:
         torch.zeros(1000)
-        self.value = 1
-
-    def values(self) -> dict[str, Any]:
-        return {"value": self.value}
+        self.both()
 
 
 OPERATIONS: dict[str, type[Operation]] = {
     "torn": Torn,
-    "locked": Locked,
-    "guarded": Guarded,
-    "deaf": Deaf,
-    "crashing": Crashing,
+    "locked": of(Torn, run=locked, faults=("line",)),
+    "guarded": of(Torn, run=guarded, faults=("line", "allocation")),
+    "deaf": of(Torn, run=deaf, faults=("signal",)),
+    "crashing": of(Torn, run=crashing, faults=("allocation",)),
     "half": Half,
     "alone": Alone,
 }

@@ -38,6 +38,7 @@ class RankOperation(Operation):
         semantics: of the optimizer; with ``"dense"``, it tracks the model.
         dim: elements of a row.
         bags: how many a rank looks up.
+        layers: parameters whose gradients ranks add up.
         is_repeatable: whether it can be called again when ranks were interrupted; otherwise they
             may have lost each other.
     """
@@ -51,6 +52,7 @@ class RankOperation(Operation):
     dim = DIM
     bags = 6
     is_repeatable = True
+    layers: tuple[nn.Parameter, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -68,13 +70,17 @@ class RankOperation(Operation):
         if self.semantics == "dense":
             self.model.double()
         sparsestep.distributed.shard(self.model, plan=self.plan, **self.options)
+        self.layers = tuple(self.model[-1].parameters())
         params = self.model.parameters()
         self.optimizer = sparsestep.Adam(params, lr=0.1, semantics=self.semantics)
         if self.semantics == "dense":
             self.optimizer.track(self.model)
 
-    def ids(self, step: int) -> Tensor:
+    def batch(self, step: int) -> Any:
         return ids_of(10 * step + self.rank, 4 * self.bags, ROWS).view(self.bags, 4)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.model(batch).square().sum()
 
     def left(self) -> Snapshot:
         """What another process finds when all ranks have ended."""
@@ -82,8 +88,8 @@ class RankOperation(Operation):
 
     def backward(self, step: int) -> None:
         self.optimizer.zero_grad()
-        self.model(self.ids(step)).square().sum().backward()
-        for param in self.model[-1].parameters():  # as DistributedDataParallel does
+        self.loss(self.batch(step)).backward()
+        for param in self.layers:  # as DistributedDataParallel does
             dist.all_reduce(param.grad)
 
 
@@ -119,16 +125,10 @@ class PrefetchedLookup(RankOperation):
         batches = [self.batch(step) for step in range(4)]
         self.loop = iter(sparsestep.distributed.lockstep(batches, prefetch=1))
         for _ in batches[1:]:
-            self.train_on(next(self.loop))
+            self.optimizer.zero_grad()
+            self.loss(next(self.loop)).backward()
+            self.optimizer.step()
         self.last = next(self.loop)
-
-    def batch(self, step: int) -> Any:
-        return self.ids(step)
-
-    def train_on(self, batch: Any) -> None:
-        self.optimizer.zero_grad()
-        self.model(batch).square().sum().backward()
-        self.optimizer.step()
 
     def run(self) -> None:
         self.model(self.last)
@@ -163,6 +163,20 @@ class ShardVocabularies(Shard):
         return tables_with_vocabularies(self, in_files=True)
 
 
+class ShardAlone(Operation):
+    """One process, without threads of gloo: its allocations are the same ones every time."""
+
+    def setup(self) -> None:
+        self.model = tables_with_vocabularies(self, in_files=False)
+
+    def run(self) -> None:
+        sparsestep.distributed.shard(self.model)
+
+    def values(self) -> dict[str, Any]:
+        modules = {name: type(each).__module__ for name, each in self.model.named_modules()}
+        return {"weights": list(self.model.parameters()), "modules": modules}
+
+
 class SharedVocabularyLookup(RankOperation):
     def new(self) -> None:
         torch.manual_seed(1)
@@ -171,15 +185,14 @@ class SharedVocabularyLookup(RankOperation):
         self.optimizer = sparsestep.Adam(self.table.parameters(), lr=0.1)
         self.vocabulary = sparsestep.distributed.Vocabulary(self.table, self.optimizer, evict="lru")
 
-    def ids(self, step: int) -> Tensor:
-        return super().ids(step) + 30 * step
+    def batch(self, step: int) -> Any:
+        return super().batch(step) + 30 * step
 
-    def backward(self, step: int) -> None:
-        self.optimizer.zero_grad()
-        self.table(self.vocabulary(self.ids(step))).square().sum().backward()
+    def loss(self, batch: Any) -> Tensor:
+        return self.table(self.vocabulary(batch)).square().sum()
 
     def run(self) -> None:
-        self.vocabulary(self.ids(9))
+        self.vocabulary(self.batch(9))
 
     def more(self) -> dict[str, Any]:
         rows, used = self.vocabulary.rows, self.vocabulary.used
@@ -212,7 +225,7 @@ def export(world: SharedVocabularyLookup) -> None:
     world.vocabulary.export(world.table)
 
 
-def tables_with_vocabularies(world: RankOperation, *, in_files: bool) -> Any:
+def tables_with_vocabularies(world: Any, *, in_files: bool) -> Any:
     bags = [sparsestep.nn.EmbeddingBag(41, DIM, mode="sum") for _ in range(2)]
     if in_files:
         path = world.folder / f"items{world.rank}"
@@ -222,8 +235,8 @@ def tables_with_vocabularies(world: RankOperation, *, in_files: bool) -> Any:
     return sparsestep.nn.EmbeddingBagCollection(bags, vocabularies=vocabularies)
 
 
-class Dynamic(SharedVocabularyLookup):
-    """A collection of tables with vocabularies."""
+class Dynamic(RankOperation):
+    """A collection of tables with vocabularies, whose owners assign rows in the lookup."""
 
     in_files = False
 
@@ -235,41 +248,27 @@ class Dynamic(SharedVocabularyLookup):
         self.model.attach(self.optimizer)
 
     def batch(self, step: int) -> Any:
-        return [self.ids(step), self.ids(step + 1)[:, :1]]
+        ids = [super(Dynamic, self).batch(each) + 30 * each for each in (step, step + 1)]
+        return [ids[0], ids[1][:, :1]]
 
-    def backward(self, step: int) -> None:
-        self.optimizer.zero_grad()
-        sum(each.square().sum() for each in self.model(self.batch(step))).backward()
-
-    def run(self) -> None:
-        """Owners assign rows in the lookup."""
-        self.model(self.batch(9))
+    def loss(self, batch: Any) -> Tensor:
+        return torch.stack([each.square().sum() for each in self.model(batch)]).sum()
 
     def more(self) -> dict[str, Any]:
         return {"vocabularies": dict(self.model.vocabularies.state_dict())}
 
 
 class PrefetchedDynamicLookup(PrefetchedLookup, Dynamic):
-    def train_on(self, batch: Any) -> None:
-        self.optimizer.zero_grad()
-        sum(each.square().sum() for each in self.model(batch)).backward()
-        self.optimizer.step()
-
-    def batch(self, step: int) -> Any:
-        return Dynamic.batch(self, step)
+    """Rows of ids that were sent in advance are assigned in the lookup."""
 
 
 def look_up(world: RankOperation) -> None:
-    world.model(world.ids(9))
+    world.model(world.batch(9))
 
 
 def look_up_single_ids(world: RankOperation) -> None:
     """Each id is requested once."""
-    world.model(world.ids(9).view(-1, 1))
-
-
-def step(world: RankOperation) -> None:
-    world.optimizer.step()
+    world.model(world.batch(9).view(-1, 1))
 
 
 def clip(world: RankOperation) -> None:
@@ -321,6 +320,12 @@ class Consolidate(Operation):
         return {"found": self.found}
 
 
+def collectives_started() -> int:
+    """How many collectives this rank has started, in all process groups."""
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
 FAULTS = (*Operation.faults, "kill")
 # Two hosts of two ranks; the last two are the one that speaks for its host, and the other.
 HOSTS: dict[str, Any] = {"world_size": 4, "hosts": 2, "options": {"topology": "hosts"}}
@@ -331,6 +336,7 @@ LARGE: dict[str, Any] = {"dim": 512, "bags": 600, "faults": ("line", "allocation
 
 OPERATIONS: dict[str, type[Operation]] = {
     "consolidate": Consolidate,
+    "shard vocabularies": ShardAlone,
     "ranks: shard": Shard,
     "ranks: shard files and vocabularies": ShardVocabularies,
     "ranks: lookup": of(RankOperation, run=look_up, faults=FAULTS),
@@ -353,12 +359,12 @@ OPERATIONS: dict[str, type[Operation]] = {
     "ranks: vocabulary: grow": GrowVocabulary,
     "ranks: vocabulary: merge": MergeVocabulary,
     "ranks: vocabulary: export": of(SharedVocabularyLookup, run=export),
-    "ranks: dynamic lookup": of(Dynamic, faults=FAULTS),
-    "ranks: dynamic lookup in files": of(Dynamic, in_files=True),
-    "ranks: dynamic lookup on hosts": of(Dynamic, faulty=2, **HOSTS),
+    "ranks: dynamic lookup": of(Dynamic, run=look_up, faults=FAULTS),
+    "ranks: dynamic lookup in files": of(Dynamic, run=look_up, in_files=True),
+    "ranks: dynamic lookup on hosts": of(Dynamic, run=look_up, faulty=2, **HOSTS),
     "ranks: prefetched dynamic lookup": PrefetchedDynamicLookup,
-    "ranks: dynamic step": of(Dynamic, pending=5, run=step),
-    "ranks: dynamic step in files": of(Dynamic, pending=5, run=step, in_files=True),
+    "ranks: dynamic step": of(Dynamic, pending=5),
+    "ranks: dynamic step in files": of(Dynamic, pending=5, in_files=True),
     "ranks: save files": of(Dynamic, in_files=True, **SAVE),
     "ranks: save changes of files": of(Dynamic, in_files=True, precede=save_and_train, **SAVE),
     "ranks: load files": of(Dynamic, in_files=True, precede=save_and_train, **LOAD),

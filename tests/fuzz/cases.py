@@ -11,31 +11,24 @@ from functools import partial
 import torch
 
 from sparsestep import _native
-from tests.fuzz.dense import DenseWorld
+from tests.fuzz import dense
 from tests.fuzz.findings import where
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.spoiling import spoil
-from tests.fuzz.world import INSTRUCTION_SETS, Say, World
+from tests.fuzz.world import Say, World
 from tests.generate.params import folder_of_tables
 from tests.generate.source import NotApplicableError, SeededSource, Source
 from tests.oracle import FindingError
 from tests.processes import Lost
+from tests.table import INSTRUCTION_SETS
 
 Kind = Callable[[Source, Say], None]
 
 
 @dataclass
 class Outcome:
-    """How a case ended.
+    """How a case ended: what was found, in a word or two, and the same with numbers."""
 
-    Attributes:
-        seed: of the case.
-        kind: of the case.
-        finding: what was found, in a word or two; empty if nothing.
-        detail: the same with numbers.
-    """
-
-    seed: int
     kind: str
     finding: str = ""
     detail: str = ""
@@ -57,11 +50,10 @@ def training(chance: Source, say: Say, *, by_hand: bool, garbage: bool) -> None:
 
 
 def dense_semantics(chance: Source, say: Say, *, garbage: bool) -> None:
-    world = DenseWorld(chance, say, by_hand=chance.one_in(3))
+    world = dense.DenseWorld(chance, say, by_hand=chance.one_in(3))
     world.build()
-    operations = world.operations | ({world.spoil: 15} if garbage else {})
     for _ in range(chance.integer(3, 12)):
-        chance.weighted(operations)()
+        chance.weighted(dense.WITH_GARBAGE if garbage else dense.OPERATIONS)(world)
         if world.over:
             return
     world.check()
@@ -100,17 +92,17 @@ def run(seed: int, tell: Say | None = None) -> Outcome:
     try:
         KINDS[name][0](chance, say)
     except FindingError as found:
-        return Outcome(seed, name, found.kind, found.detail)
+        return Outcome(name, found.kind, found.detail)
     except NotApplicableError:
         pass
     except Exception as error:
         text = f"{type(error).__name__} at {where(error)}"
-        return Outcome(seed, name, text, " ".join(str(error).split())[:300])
-    return Outcome(seed, name)
+        return Outcome(name, text, " ".join(str(error).split())[:300])
+    return Outcome(name)
 
 
-def lost(seed: int, why: Lost) -> Outcome:
+def lost(why: Lost) -> Outcome:
     """A case whose process crashed or hangs, with the place that it was at."""
     lines = [line.strip() for line in why.log.splitlines() if "File" in line]
     ours = [line for line in lines if "/sparsestep/" in line]
-    return Outcome(seed, "process", why.kind, (ours or lines or ["no trace"])[0])
+    return Outcome("process", why.kind, (ours or lines or ["no trace"])[0])

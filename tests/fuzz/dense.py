@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import sparsestep
-from sparsestep.optim import OPTIMIZERS
 from tests.deferred import own_rules, runs
-from tests.fuzz.findings import check_close
-from tests.fuzz.operations import switch
+from tests.fuzz import operations
 from tests.fuzz.spoiling import spoil
 from tests.fuzz.world import Say, World
 from tests.generate.grads import Drawn
-from tests.generate.params import any_mask, written
+from tests.generate.params import any_mask, two_groups, written
 from tests.generate.source import Source
 from tests.oracle import FindingError
 from tests.subject import by_hand_class
@@ -44,21 +42,22 @@ VARIANTS: list[Variant] = [
 ]
 _ROOM = {torch.float64: 1e-9, torch.float32: 2e-4}
 _SHAPES = {(7, 3): 6, (5,): 2, (6, 33): 1, (2, 3, 4): 2, (1, 4): 1, (4, 1): 1, (0, 4): 1, (): 1}
+_CHANGES: dict[str, list[Any]] = {
+    "lr": [0.0, 0.05, 0.1],
+    "weight_decay": [0.05, 0.2],
+    "betas": [(0.8, 0.9), (0.9, 0.999)],
+    "maximize": [True, False],
+}
 
 
 class DenseWorld(World):
     """An optimizer with dense semantics, and its shadow: the same class with dense gradients."""
 
     def __init__(self, chance: Source, say: Say, *, by_hand: bool) -> None:
-        self.chance, self.say, self.by_hand = chance, say, by_hand
+        super().__init__(chance, say, by_hand=by_hand)
         variant = chance.pick(VARIANTS)
-        self.cls, self.options = (
-            variant.cls,
-            {**variant.options, "lr": chance.pick([0.1, 0.01, 0.0])},
-        )
-        self.dtype = chance.pick([torch.float32, torch.float64])
-        self.params, self.given, self.over, self.threads = [], [], False, 1
-        self.shadows: list[Any] = []
+        self.cls, self.options = variant.cls, {**variant.options, "lr": chance.pick([0.1, 0.01, 0])}
+        self.dtype, self.threads = chance.pick([torch.float32, torch.float64]), 1
         self.table: Any = None
 
     def build(self) -> None:
@@ -69,19 +68,27 @@ class DenseWorld(World):
             if len(shape) > 1 and chance.one_in(6):
                 values = values.transpose(0, -1).contiguous().transpose(0, -1)
             self.params.append(torch.nn.Parameter(values))
-            exact = values.detach().to(torch.float64, copy=True)
-            self.shadows.append(torch.nn.Parameter(exact))
             self.say(f"param {shape} {self.dtype} strides {values.stride()}")
-        options = dict(self.options)
-        if chance.one_in(5) and self.params[0].dim():
-            mask = [any_mask(chance, p, by_row=True) if p.dim() else None for p in self.params]
-            options["mask"] = mask
-            self.say(f"mask {[None if m is None else m.int().tolist() for m in mask]}")
         engine = chance.pick(["auto", "auto", "reference"])
-        make = by_hand_class(self.cls) if self.by_hand else self.cls
-        self.front = make(self.params, semantics="dense", engine=engine, **options)
-        self.shadow = self.cls(self.shadows, engine="reference", **options)
-        self.say(f"{make.__name__}(semantics='dense', engine={engine}, {written(options)})")
+        options = {"semantics": "dense", "engine": engine, **self.options}
+        self.shadows = [
+            torch.nn.Parameter(p.detach().to(torch.float64, copy=True)) for p in self.params
+        ]
+        self.shadow = self.cls(two_groups(self.shadows), engine="reference", **self.options)
+        if self.by_hand:
+            self.front = by_hand_class(self.cls)(self.params, **options)
+            for group in self.shadow.param_groups:
+                group["lr"] = self.options["lr"]
+        else:
+            self.front = self.cls(two_groups(self.params), **options)
+        self.say(f"{type(self.front).__name__}({written(options)})")
+        if chance.one_in(5) and all(param.dim() for param in self.params):
+            masks = [any_mask(chance, param, by_row=True) for param in self.params]
+            self.say(f"mask {[mask.int().tolist() for mask in masks]}")
+            for groups in (self.groups, self.shadow.param_groups):
+                left = list(masks)
+                for group in groups:
+                    group["mask"] = [left.pop(0) for _ in group["params"]]
         self._make_table()
 
     def _make_table(self) -> None:
@@ -95,20 +102,7 @@ class DenseWorld(World):
         self.front.track(self.table)
         self.say(f"track({kind.__module__}.Embedding)")
 
-    @property
-    def operations(self) -> dict[Callable[[], None], int]:
-        return {
-            self.take: 20,
-            self.read: 4,
-            self.change: 4,
-            self.round_trip: 2,
-            self.load_older: 1,
-            self.copy: 1,
-            self.switch: 2,
-            self.check: 2,
-        }
-
-    def take(self) -> None:
+    def valid_step(self, around: AbstractContextManager[Any] | None = None) -> None:
         """A step of both."""
         drawn = self.draw()
         if self.chance.one_in(2):
@@ -117,79 +111,14 @@ class DenseWorld(World):
                     rows = each.held.reshape(len(param), -1).any(1).nonzero().flatten()
                     self.front.catch_up(param, rows)
         self.give(drawn)
-        self.say("step")
-        self.step()
+        with around or nullcontext():
+            self.step()
         self._step_shadow(drawn)
 
     def _step_shadow(self, drawn: Sequence[Drawn | None]) -> None:
         for shadow, each in zip(self.shadows, drawn, strict=True):
             shadow.grad = None if each is None else each.dense.clone()
         self.shadow.step()
-
-    def read(self) -> None:
-        """What a tracked model reads is current."""
-        if self.table is None:
-            return
-        ids = torch.tensor(self.chance.integers(3, self.params[0].shape[0]))
-        self.say(f"read rows {ids.tolist()}")
-        with torch.no_grad():
-            self.close(self.table(ids), self.shadows[0][ids], "a tracked row")
-
-    def change(self) -> None:
-        name = self.chance.pick(["lr", "lr", "weight_decay", "betas", "maximize"])
-        group, other = self.groups[0], self.shadow.param_groups[0]
-        if name not in group or (name == "weight_decay" and not group.get("weight_decay")):
-            return
-        values = {
-            "lr": [0.0, 0.05, 0.1],
-            "weight_decay": [0.05, 0.2],
-            "betas": [(0.8, 0.9), (0.9, 0.999)],
-            "maximize": [True, False],
-        }
-        group[name] = other[name] = value = self.chance.pick(values[name])
-        self.say(f"{name} = {value}")
-
-    def round_trip(self) -> None:
-        """A checkpoint of its own, in the middle: nothing that rows have missed may be lost."""
-        self.say("load_state_dict of its own state_dict")
-        masks = self.groups[0].get("mask")
-        self.front.load_state_dict(copy.deepcopy(self.front.state_dict()))
-        if masks is not None:
-            self.groups[0]["mask"] = masks
-
-    def load_older(self) -> None:
-        """The state of some steps ago: parameters stay, and what they have missed is made up."""
-        if any(p.numel() == 0 for p in self.params):
-            return
-        self.say("two steps, then load_state_dict of before")
-        ours, theirs = self.front.state_dict(), self.shadow.state_dict()
-        ours, theirs = copy.deepcopy(ours), copy.deepcopy(theirs)
-        masks = self.groups[0].get("mask")
-        self.take()
-        self.take()
-        self.front.load_state_dict(ours)
-        self.shadow.load_state_dict(theirs)
-        if masks is not None:
-            self.groups[0]["mask"] = self.shadow.param_groups[0]["mask"] = masks
-
-    def copy(self) -> None:
-        if self.table is not None:
-            return
-        self.say("pickle or deepcopy")
-        for param in self.params:
-            param.grad = None
-        # The functional class of a user's own rule is made here, where no pickle finds it.
-        if self.chance.one_in(2) or (self.by_hand and self.cls not in OPTIMIZERS):
-            self.front = copy.deepcopy(self.front)
-        else:
-            self.front = pickle.loads(pickle.dumps(self.front))
-        self.params = [param for _, _, param in self.each()]
-
-    def switch(self) -> None:
-        switch(self)
-
-    def spoil(self) -> None:
-        spoil(self)
 
     def check(self, drawn: Sequence[Drawn | None] | None = None, *_: Any) -> None:
         """Everything brought up to date is where the shadow is, which follows a step of these."""
@@ -198,15 +127,76 @@ class DenseWorld(World):
         self.front.catch_up()
         for place, (ours, theirs) in enumerate(zip(self.params, self.shadows, strict=True)):
             self.close(ours, theirs, f"param {place}")
-            mine, other = self.record(ours), self.shadow.state.get(theirs, {})
-            for name, value in other.items():
-                if name == "step":
-                    if int(mine[name]) != int(value):
-                        raise FindingError("wrong step count", f"{mine[name]}, right is {value}")
-                elif isinstance(value, Tensor):
+            mine = self.record(ours)
+            for name, value in self.shadow.state.get(theirs, {}).items():
+                if isinstance(value, Tensor):
                     self.close(mine[name], value, f"{name} of {place}")
+                elif name == "step" and int(mine[name]) != int(value):
+                    raise FindingError("wrong step count", f"{mine[name]}, right is {value}")
 
     def close(self, ours: Tensor, exact: Tensor, what: str) -> None:
         room = _ROOM[self.dtype] * (20 if self.cls is sparsestep.Ftrl else 1)
         room *= max(float(exact.abs().max()), 0.1) if exact.numel() else 1.0
-        check_close("dense semantics is not the dense run", what, ours, exact, room)
+        try:
+            torch.testing.assert_close(
+                ours.double(), exact.double(), rtol=0, atol=room, equal_nan=True
+            )
+        except AssertionError as error:
+            detail = f"{what}: {' '.join(str(error).split())}"
+            raise FindingError("dense semantics is not the dense run", detail) from None
+
+
+def read(world: DenseWorld) -> None:
+    """What a tracked model reads is current."""
+    if world.table is not None:
+        ids = torch.tensor(world.chance.integers(3, world.params[0].shape[0]))
+        world.say(f"read rows {ids.tolist()}")
+        with torch.no_grad():
+            world.close(world.table(ids), world.shadows[0][ids], "a tracked row")
+
+
+def change(world: DenseWorld) -> None:
+    name = world.chance.pick(["lr", *_CHANGES])
+    group = world.groups[0]
+    if name not in group or (name == "weight_decay" and not group.get("weight_decay")):
+        return
+    value = world.chance.pick(_CHANGES[name])
+    world.say(f"{name} = {value}")
+    for each in (*world.groups, *world.shadow.param_groups):
+        each[name] = value
+
+
+def load_older(world: DenseWorld) -> None:
+    """The state of some steps ago: parameters stay, and what they have missed is made up."""
+    if any(param.numel() == 0 for param in world.params):
+        return
+    world.say("two steps, then load_state_dict of before")
+    pairs = (world.front, world.groups), (world.shadow, world.shadow.param_groups)
+    saved = [copy.deepcopy(front.state_dict()) for front, _ in pairs]
+    masks = [[group.get("mask") for group in groups] for _, groups in pairs]
+    world.valid_step()
+    world.valid_step()
+    for (front, _), state in zip(pairs, saved, strict=True):
+        front.load_state_dict(state)
+    for groups, each in zip((world.groups, world.shadow.param_groups), masks, strict=True):
+        for group, mask in zip(groups, each, strict=True):
+            if mask is not None:
+                group["mask"] = mask
+
+
+def copy_all(world: DenseWorld) -> None:
+    if world.table is None:  # which a copy would not track
+        operations.copy_all(world)
+
+
+OPERATIONS: dict[Callable[[Any], None], int] = {
+    operations.step: 20,
+    read: 4,
+    change: 4,
+    operations.round_trip: 2,
+    load_older: 1,
+    copy_all: 1,
+    operations.switch: 2,
+    DenseWorld.check: 2,
+}
+WITH_GARBAGE = {**OPERATIONS, spoil: 15}

@@ -7,8 +7,6 @@ import re
 import traceback
 from collections.abc import Callable
 
-from torch import Tensor
-
 import sparsestep
 from sparsestep import InputError
 from tests.oracle import FindingError
@@ -69,19 +67,6 @@ def is_taken(call: Callable[[], object], check_unchanged: Callable[[], None]) ->
             return False
         raise FindingError(f"{type(error).__name__} in a valid step", str(error)[:300]) from error
     return True
-
-
-def check_close(finding: str, what: str, ours: Tensor, exact: Tensor, room: float) -> None:
-    """Raise a finding where two tensors are further apart than ``room``, or one alone is NaN."""
-    if ours.shape != exact.shape:
-        raise FindingError("wrong shape", f"{what}: {ours.shape}, right is {exact.shape}")
-    ours, exact = ours.detach().double(), exact.detach().double()
-    both_nan = ours.isnan() & exact.isnan()
-    off = (ours - exact).abs().masked_fill(both_nan | (ours == exact), 0.0)  # where both are inf
-    if off.numel() and not float(off.max()) <= room:
-        at = int(off.argmax())
-        found, right = float(ours.flatten()[at]), float(exact.flatten()[at])
-        raise FindingError(finding, f"{what}: {found}, right is {right} within {room:.2g}")
 
 
 _SOURCES = os.path.dirname(sparsestep.__file__)

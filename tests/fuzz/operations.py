@@ -15,7 +15,7 @@ from sparsestep import InputError, _native
 from sparsestep.optim import OPTIMIZERS
 from tests import oracle
 from tests.fuzz.findings import is_taken
-from tests.fuzz.world import World, any_surroundings, same_value
+from tests.fuzz.world import World, any_surroundings
 from tests.generate.grads import any_grad
 from tests.generate.params import any_options, any_param
 from tests.oracle import FindingError
@@ -32,34 +32,23 @@ def step(world: World) -> None:
 
 
 def step_with_closure(world: World) -> None:
-    """The gradients come from the closure; hooks see the step."""
+    """The gradients come from the closure."""
     if world.by_hand:
         return step(world)
-    seen: list[str] = []
-    handles = [
-        world.front.register_step_pre_hook(lambda *_: seen.append("pre")),
-        world.front.register_step_post_hook(lambda *_: seen.append("post")),
-    ]
     drawn = world.draw()
     world.give([None] * len(drawn))
     wanted, before = world.wanted(drawn), Snapshot(world)
 
     def closure() -> float:
-        if not torch.is_grad_enabled():
-            raise FindingError("a closure without gradients", "grad mode is off")
+        assert torch.is_grad_enabled()
         world.give(drawn)
         return 1.5
 
-    world.say("step with a closure and hooks")
+    world.say("step with a closure")
     losses: list[float] = []
-    taken = is_taken(lambda: losses.append(world.front.step(closure)), before.check)
-    for handle in handles:
-        handle.remove()
-    if not taken:
-        return
-    if losses != [1.5] or seen != ["pre", "post"]:
-        raise FindingError("closure or hooks", f"loss {losses}, hooks {seen}")
-    world.check(drawn, wanted, before)
+    if is_taken(lambda: losses.append(world.front.step(closure)), before.check):
+        assert losses == [1.5]
+        world.check(drawn, wanted, before)
 
 
 def step_one_by_one(world: World) -> None:
@@ -79,15 +68,13 @@ def step_one_by_one(world: World) -> None:
     calls = [(p, d and d.grad) for (_, _, p), d in zip(world.each(), drawn, strict=True)]
     threaded = world.chance.one_in(3)
     world.say(f"step_param for each{' in threads' if threaded else ''}")
-    if threaded:
-        threads = [Thread(target=one, args=call) for call in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+    threads = [Thread(target=one, args=call) for call in calls]
+    for thread in threads:
+        thread.start()
+        if not threaded:
             thread.join()
-    else:
-        for call in calls:
-            one(*call)
+    for thread in threads:
+        thread.join()
     for error in errors:
         if not isinstance(error, InputError) or NOT_NATIVE not in str(error):
             raise FindingError(f"{type(error).__name__} in step_param", str(error)[:300]) from error
@@ -95,68 +82,65 @@ def step_one_by_one(world: World) -> None:
         world.check(drawn, wanted, before)
 
 
+# Options whose change would need other state, or another formula.
+_KEPT = {"state_dtype", "stochastic_rounding", "bias_correction", "amsgrad", "centered", "momentum"}
+_KEPT |= {"nesterov", "dampening", "foreach", "fused", "initial_accumulator_value"}
+
+
 def change_options(world: World) -> None:
     """As a scheduler or a person would, also in place."""
     group = world.chance.pick(world.groups)
     fresh = any_options(world.chance, world.cls)
-    keep = {"state_dtype", "stochastic_rounding", "bias_correction", "amsgrad", "centered"}
-    keep |= {"momentum", "nesterov", "dampening", "foreach", "fused", "initial_accumulator_value"}
-    names = [name for name in fresh if name in group and name not in keep]
+    names = [name for name in fresh if name in group and name not in _KEPT]
     if not names:
         return
     name = world.chance.pick(names)
     old, new = group[name], fresh[name]
-    if name in ("lr", "betas") and (_has_tensor(new) or _has_tensor(old)) and group.get("foreach"):
+    is_tensor, was_tensor = _has_tensor(new), _has_tensor(old)
+    if name in ("lr", "betas") and (is_tensor or was_tensor) and group.get("foreach"):
         return
     if name == "eps" and group.get("centered"):
         return
     if name == "betas" and world.cls.__name__.endswith("RowwiseAdam") and new[0] and not old[0]:
         return  # there is no first moment
-    if name == "betas" and _has_tensor(old) and not _has_tensor(new):
-        world.say(f"betas written in place: {new}")
-        for tensor, value in zip(old, new, strict=True):
-            tensor.fill_(value)
-    elif isinstance(old, Tensor) and not isinstance(new, Tensor) and world.chance.one_in(2):
+    if was_tensor and not is_tensor and (name == "betas" or world.chance.one_in(2)):
         world.say(f"{name} written in place: {new}")
-        old.fill_(new)
-    elif not (_has_tensor(new) and group.get("fused") and name == "betas"):
+        pairs = zip(old, new, strict=True) if name == "betas" else [(old, new)]
+        for tensor, value in pairs:
+            tensor.fill_(value)
+    elif not (is_tensor and group.get("fused") and name == "betas"):
         world.say(f"{name} = {new}")
         group[name] = new
 
 
 def _has_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (
-        isinstance(value, tuple) and any(isinstance(v, Tensor) for v in value)
-    )
+    values = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(each, Tensor) for each in values)
 
 
 def change_mask(world: World) -> None:
     group = world.chance.pick(world.groups)
     given = group.get("mask")
     masks = given if isinstance(given, list) else [given]
-    chosen = [mask for mask in masks if isinstance(mask, Tensor)]
+    chosen = [index for index, mask in enumerate(masks) if isinstance(mask, Tensor)]
     if not chosen:
         return
-    mask = world.chance.pick(chosen)
-    fresh = world.chance.flags(mask.shape)
-    if world.chance.one_in(2) and not mask.is_inference():
-        world.say(f"mask written in place: {fresh.int().tolist()}")
-        mask.copy_(fresh)
+    index = world.chance.pick(chosen)
+    fresh = world.chance.flags(masks[index].shape)
+    how = world.chance.pick(["written in place", "another", "another", "none any more"])
+    world.say(f"mask, {how}: {fresh.int().tolist()}")
+    if how == "written in place" and not masks[index].is_inference():
+        masks[index].copy_(fresh)
     elif isinstance(given, list):
-        world.say(f"another mask in the list: {fresh.int().tolist()}")
-        given[next(i for i, each in enumerate(given) if each is mask)] = fresh
-    elif world.chance.one_in(3):
-        world.say("no mask any more")
-        group["mask"] = None
+        given[index] = fresh
     else:
-        world.say(f"another mask: {fresh.int().tolist()}")
-        group["mask"] = fresh
+        group["mask"] = None if how == "none any more" else fresh
 
 
 def round_trip(world: World) -> None:
-    """A checkpoint, loaded into itself or into a new optimizer of the same kind."""
-    before = Snapshot(world)
+    """A checkpoint, loaded into itself."""
     saved = world.front.state_dict()
+    before = kept(world)
     how = world.chance.pick(["itself", "torch.save", "copied"])
     if how == "torch.save":
         saved = through_a_file(saved, weights_only=False)
@@ -165,47 +149,48 @@ def round_trip(world: World) -> None:
     world.say(f"load_state_dict of its own state_dict, {how}")
     masks = [group.get("mask") for group in world.groups]
     world.front.load_state_dict(saved)
-    _check_kept(world, before)
+    check_kept(world, before)
     for group, mask in zip(world.groups, masks, strict=True):
         if mask is not None:
             group["mask"] = mask
 
 
-def _check_kept(world: World, before: Snapshot) -> None:
-    for place, (_, _, param) in enumerate(world.each()):
-        if not same_bits(param, before.params[place]):
-            raise FindingError("a checkpoint changed a parameter", f"param {place}")
-        was = before.state[place]
-        record = world.record(param)
-        if {k for k, v in was.items() if v is not None} != {
-            k for k, v in record.items() if v is not None
-        }:
-            raise FindingError("a checkpoint changed the state", f"{list(was)} to {list(record)}")
-        packed = world.optimizer.store.layouts.get(param)
-        for name, value in record.items():
-            old = was[name]
-            if packed is not None and isinstance(value, Tensor) and value.shape == packed.shape:
-                kept = packed.indices()  # what the mask excludes is not loaded
-                value, old = value.reshape(-1)[kept], old.reshape(-1)[kept]
-            if not same_value(name, value, old):
-                raise FindingError("a checkpoint changed the state", name)
-
-
 def copy_all(world: World) -> None:
     """Go on with a deep copy or what a pickle gives."""
-    before = Snapshot(world)
     for _, _, param in world.each():
         param.grad = None  # not every gradient can be copied
     how = world.chance.pick(["deepcopy", "pickle"])
     if world.cls not in OPTIMIZERS:
         how = "deepcopy"  # what is made here has no name that a pickle could find it by
     world.say(how)
-    if how == "deepcopy":
-        world.front = copy.deepcopy(world.front)
-    else:
-        world.front = pickle.loads(pickle.dumps(world.front))
+    old, before = world.front, kept(world)
+    world.front = copy.deepcopy(old) if how == "deepcopy" else pickle.loads(pickle.dumps(old))
     world.params = [param for _, _, param in world.each()]
-    _check_kept(world, before)
+    check_kept(world, before)
+
+
+def kept(world: World) -> list[dict[str, Any]]:
+    """Copies of parameters and state."""
+    found = ({"param": p.detach(), **world.record(p)} for _, _, p in world.each())
+    return [copy.deepcopy({k: v for k, v in each.items() if v is not None}) for each in found]
+
+
+def check_kept(world: World, before: list[dict[str, Any]]) -> None:
+    """Not under dense semantics, where rows catch up."""
+    if world.optimizer.semantics == "dense":
+        return
+    for (_, _, param), now, was in zip(world.each(), kept(world), before, strict=True):
+        packed = world.optimizer.store.layouts.get(param)
+        same = now.keys() == was.keys()
+        for name in now if same else ():
+            new, old = now[name], was[name]
+            if packed is not None and name not in ("param", "step") and new.shape == packed.shape:
+                inside = packed.indices()  # what the mask excludes is not loaded
+                new, old = new.reshape(-1)[inside], old.reshape(-1)[inside]
+            # The dtype of a count follows torch's default.
+            same &= int(new) == int(old) if name == "step" else same_bits(new, old)
+        if not same:
+            raise FindingError("a copy or a checkpoint is another", f"{list(was)}, {list(now)}")
 
 
 def replace_data(world: World) -> None:
@@ -219,39 +204,23 @@ def replace_data(world: World) -> None:
     param.data = values
 
 
-def add_group(world: World) -> None:
-    if world.by_hand or len(world.groups) > 3:
+def add_param(world: World) -> None:
+    """A new group; by hand, a new parameter with its first step."""
+    if len(world.params) > 4 or (world.by_hand and world.groups[0].get("mask") is not None):
         return
     param, text = any_param(world.chance, world.dtype)
-    world.say(f"add_param_group: {text}")
-    world.front.add_param_group({"params": [param]})
-    world.params.append(param)
-
-
-def take_on(world: World) -> None:
-    """By hand, a new parameter."""
-    if not world.by_hand or world.groups[0].get("mask") is not None or len(world.params) > 4:
+    if not world.by_hand:
+        world.say(f"add_param_group: {text}")
+        world.front.add_param_group({"params": [param]})
+        world.params.append(param)
         return
-    param, text = any_param(world.chance, world.dtype)
-    drawn = any_grad(world.chance, param, by_hand=True)
-    wanted = None
-    if param.numel():
-        wanted = oracle.expected(world.cls, world.groups[0], {}, param, drawn, None)
+    drawn, group = any_grad(world.chance, param, by_hand=True), world.groups[0]
+    wanted = oracle.expected(world.cls, group, {}, param, drawn, None) if param.numel() else None
     world.say(f"step_param of a new {text}: {drawn.text}")
     before = Snapshot(world)
-    if not is_taken(lambda: world.front.step_param(param, drawn.grad), before.check):
-        return
-    world.params.append(param)
-    if wanted is not None:
-        record = world.record(param)
-        found = [param.detach(), *(record.get(name) for name in wanted.names[1:])]
-        in_half = world.is_in_half(world.groups[0], param)
-        oracle.compare(wanted, found, world.groups[0], exactly=not in_half)
-
-
-def materialize(world: World) -> None:
-    world.say("materialize_state")
-    world.optimizer.materialize_state()
+    if is_taken(lambda: world.front.step_param(param, drawn.grad), before.check):
+        world.params.append(param)
+        world.compare(wanted, param, group)
 
 
 def zero_grad(world: World) -> None:
@@ -275,8 +244,7 @@ def read_all(world: World) -> None:
     before = Snapshot(world)
     repr(world.front)
     world.front.state_dict()
-    if world.optimizer.semantics == "masked":
-        world.front.catch_up()
+    world.front.catch_up()
     before.check()
 
 
@@ -289,9 +257,7 @@ OPERATIONS: dict[Operation, int] = {
     round_trip: 3,
     copy_all: 2,
     replace_data: 2,
-    add_group: 2,
-    take_on: 2,
-    materialize: 1,
+    add_param: 3,
     zero_grad: 1,
     switch: 3,
     read_all: 1,

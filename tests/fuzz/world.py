@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsestep import InputError, _native
 from tests.fuzz.findings import check_refusal, is_taken
 from tests.generate.grads import Drawn, Kind, any_grad
 from tests.generate.params import (
@@ -26,7 +24,7 @@ from tests.generate.params import (
 from tests.generate.source import Source
 from tests.oracle import FindingError
 from tests.subject import Snapshot, Subject, by_hand_class
-from tests.table import INSTRUCTION_SETS, Variant, same_bits
+from tests.table import Variant
 
 Say = Callable[[str], None]
 
@@ -142,53 +140,12 @@ class World(Subject):
         self.give(drawn)
         wanted = self.wanted(drawn)
         before = Snapshot(self)
-        # A copy has other strides where there are gaps, and may be for another engine then.
-        alike = all(param.is_contiguous() for _, _, param in self.each())
-        twin = self._twin(drawn) if alike and self.chance.one_in(6) else None
         with around or nullcontext():
             taken = is_taken(self.step, before.check)
         if not taken:
             self.say("refused: not for the native engine")
             return
         self.check(drawn, wanted, before)
-        if twin is not None:
-            self._compare_with(twin)
-
-    # The same with other threads and instructions
-
-    def _twin(self, drawn: list[Drawn | None]) -> World:
-        twin = copy.copy(self)
-        twin.params, twin.front = copy.deepcopy((self.params, self.front))
-        place = {id(p): q for (_, _, p), (_, _, q) in zip(self.each(), twin.each(), strict=True)}
-        twin.params = [place[id(p)] for p in self.params if id(p) in place]
-        twin.give(drawn)
-        isa = _native.instruction_set()
-        twin.threads = self.chance.integer(1, 3)
-        if isa is not None:
-            _native.use_instruction_set(self.chance.pick(INSTRUCTION_SETS))
-        try:
-            twin.step()
-        except InputError:
-            pass
-        finally:
-            if isa is not None:
-                _native.use_instruction_set(isa)
-        return twin
-
-    def _compare_with(self, twin: World) -> None:
-        for (_, _, ours), (_, _, theirs) in zip(self.each(), twin.each(), strict=True):
-            mine = {"param": ours, **self.record(ours)}
-            other = {"param": theirs, **twin.record(theirs)}
-            for name, value in mine.items():
-                if not same_value(name, value, other[name]):
-                    raise FindingError("bits depend on threads, instruction set or copying", name)
-
-
-def same_value(name: str, ours: Any, theirs: Any) -> bool:
-    """Whether two entries of a parameter's state are the same."""
-    if name == "step":  # whose dtype follows torch's default
-        return int(ours) == int(theirs)
-    return not isinstance(ours, Tensor) or same_bits(ours, theirs)
 
 
 def refused(world: World, call: Callable[[], Any], during: str, *, must: bool) -> bool:

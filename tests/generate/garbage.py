@@ -364,3 +364,21 @@ def bad_state(good: Tensor) -> dict[str, Any]:
         "state without memory": Unusable(good),
         "state in a wrapper": Wrapper(good),
     }
+
+
+def bad_memory(param: Tensor) -> dict[str, Tensor]:
+    """Other memory for a parameter; what is meta or lazily negated may be used or refused."""
+    shape, dtype = tuple(param.shape), param.dtype
+    whole = torch.zeros(shape, dtype=dtype)
+    found = {
+        "integer": whole.real.long(),
+        "meta": whole.to("meta"),
+        "lazily negated": whole.conj() if dtype.is_complex else torch._neg_view(whole),
+    }
+    if shape:
+        found["larger"] = torch.zeros((shape[0] + 2, *shape[1:]), dtype=dtype)
+    if shape and shape[0] > 1 and whole.numel():
+        found["expanded"] = whole[:1].expand(shape)
+    if len(shape) == 2 and min(shape) > 1:
+        found["overlapping"] = torch.zeros(sum(shape), dtype=dtype).as_strided(shape, (1, 1))
+    return found

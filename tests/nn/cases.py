@@ -17,6 +17,14 @@ from sparsestep.grads.compact import CompactGrad
 from tests.table import DTYPES
 
 
+def splitmix64(number: int) -> int:
+    """The finalizer of splitmix64, which spreads ids over shared rows, and n-grams over all."""
+    bits = number & (1 << 64) - 1
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & (1 << 64) - 1
+    return bits ^ (bits >> 31)
+
+
 @dataclass
 class Call:
     """A table and what is looked up in it."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,10 +35,6 @@ tolerances = {
     torch.bfloat16: {"rtol": 4e-2, "atol": 4e-2},
     torch.float16: {"rtol": 4e-3, "atol": 4e-3},
 }
-# What torch has a sparse gradient for; not for a single id that may be padding.
-sparse_calls = st.one_of(
-    bag_calls(modes=["sum", "mean"], freq=False), row_calls(freq=False, single=False)
-)
 
 
 @given(call=st.one_of(bag_calls(), row_calls()))
@@ -51,25 +46,23 @@ def test_outputs_are_torchs(call: Call):
             assert same(call.output(ours), call.output(theirs))
 
 
-@given(call=sparse_calls)
-def test_the_gradient_is_torchs_sparse_one_to_the_bit(call: Call):
-    ours, theirs = pair(call, sparse=True)
-    call.backward(ours)
-    call.backward(theirs)
-    grad = plain(ours.weight.grad)
-    assert torch.equal(grad._indices(), theirs.weight.grad._indices())
-    assert torch.equal(grad._values(), theirs.weight.grad._values())
-    assert grad.shape == theirs.weight.grad.shape
-
-
 @given(call=st.one_of(bag_calls(freq=False), row_calls()))
-def test_the_gradient_is_torchs_dense_one(call: Call):
-    """Which torch has for every option; it sums halves in halves."""
-    ours, theirs = pair(call)
-    call.backward(ours)
-    call.backward(theirs)
-    dense = plain(ours.weight.grad).to_dense()
-    assert torch.allclose(dense, theirs.weight.grad, **tolerances[call.dtype])
+def test_the_gradient_is_torchs(call: Call):
+    """To the bit that of sparse=True, where torch has it; the dense one sums halves in halves."""
+    # Nor is torch right for a single id that may be padding.
+    has_sparse = call.options.get("mode") != "max" and call.ids.dim() > 0
+    has_sparse = has_sparse and not call.options.get("scale_grad_by_freq")
+    for is_sparse in (False, True) if has_sparse else (False,):
+        ours, theirs = pair(call, sparse=is_sparse)
+        call.backward(ours)
+        call.backward(theirs)
+        grad, wanted = plain(ours.weight.grad), theirs.weight.grad
+        if is_sparse:
+            assert torch.equal(grad._indices(), wanted._indices())
+            assert torch.equal(grad._values(), wanted._values())
+            assert grad.shape == wanted.shape
+        else:
+            assert torch.allclose(grad.to_dense(), wanted, **tolerances[call.dtype])
 
 
 def bag_numbers(call: Call) -> list[int]:
@@ -158,48 +151,6 @@ def test_tensors_that_are_not_contiguous(bags: int, integers: torch.dtype):
                 optimizer.step()
             results.append(optimizer)
         assert same_run(*results)
-
-
-@pytest.mark.parametrize(
-    "kinds", list(product(["compact", "sparse", "dense"], repeat=2)), ids="-".join
-)
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(sparsestep.SGD, momentum=0.9),
-        partial(sparsestep.AdamW, semantics="dense"),
-        sparsestep.RowwiseAdagrad,
-    ],
-)
-def test_a_weight_with_gradients_of_several_kinds(kinds: tuple[str, str], make: Any):
-    """Such as a table that is the last layer's weight as well; in one graph, and in two."""
-    ids = [torch.tensor([1, 3, 1]), torch.tensor([3, 2])]
-    start = torch.linspace(-1, 1, 10, dtype=torch.float64).view(5, 2)
-
-    def total(weight: Tensor, kind: str, which: int) -> Tensor:
-        if kind == "dense":
-            return (weight * torch.arange(1.0, 11).view(5, 2) * (which + 1)).sum()
-        table = (sparsestep.nn if kind == "compact" else nn).Embedding(5, 2, sparse=True)
-        table.weight = weight
-        return table(ids[which]).sin().sum()
-
-    plain_weight = nn.Parameter(start.clone())
-    wanted = torch.zeros_like(start)
-    for which, kind in enumerate(kinds):
-        loss = total(plain_weight, "sparse" if kind == "compact" else kind, which)
-        wanted += torch.autograd.grad(loss, plain_weight)[0].to_dense()
-    is_sparse = "dense" not in kinds
-    plain_weight.grad = wanted.to_sparse(1) if is_sparse else wanted
-    make([plain_weight], lr=0.1).step()
-    for graphs in (1, 2):
-        weight = nn.Parameter(start.clone())
-        losses = [total(weight, kind, which) for which, kind in enumerate(kinds)]
-        for loss in [losses[0] + losses[1]] if graphs == 1 else losses:
-            loss.backward()
-        make([weight], lr=0.1).step()
-        assert torch.allclose(weight, plain_weight, rtol=1e-12, atol=1e-14)
-        assert weight.grad.is_sparse == is_sparse
-        assert torch.allclose(weight.grad.to_dense(), wanted, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
@@ -363,27 +314,6 @@ def test_offsets_must_cut_the_ids_into_bags(offsets: list[int], last: bool, max_
         assert good
 
 
-@given(
-    call=st.one_of(bag_calls(), row_calls()),
-    wrong=st.sampled_from([-1, -100, 0, 7]),
-    seed=st.integers(0, 99),
-)
-def test_every_position_is_found(call: Call, wrong: int, seed: int):
-    if not call.ids.numel():
-        return
-    place = seed % call.ids.numel()
-    value = wrong if wrong < 0 else call.rows + wrong
-    call.ids.view(-1)[place] = value
-    bag = "mode" in call.options
-    table = call.table(EmbeddingBag if bag else Embedding)
-    where = torch.unravel_index(torch.tensor(place), call.ids.shape) if call.ids.dim() else ()
-    position = tuple(int(each) for each in where)
-    shown = f" at position {position[0] if len(position) == 1 else position}" if position else ""
-    with pytest.raises(sparsestep.InputError) as error:
-        call.output(table)
-    assert f"ids must be in [0, {call.rows}). Got {value}{shown}." in str(error.value)
-
-
 @pytest.mark.parametrize("rows", [0, 3])
 def test_tables_and_bags_of_nothing(rows: int):
     """What torch has no answer for, or the same answer."""
@@ -397,33 +327,24 @@ def test_tables_and_bags_of_nothing(rows: int):
     assert Embedding(rows, 2)(NO).shape == (0, 2)
 
 
-def test_nested_ids():
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_nested_ids(kind: str):
     ids = torch.nested.nested_tensor([FOUR[:2], NO, FOUR[2:3]], layout=torch.jagged)
-    ours, theirs = EmbeddingBag(*TABLE, mode="sum"), nn.EmbeddingBag(*TABLE, mode="sum")
+    options = {"mode": "sum"} if kind == "EmbeddingBag" else {}
+    ours, theirs = (getattr(each, kind)(*TABLE, **options) for each in (sparsestep.nn, nn))
     theirs.load_state_dict(ours.state_dict())
-    opt = sparsestep.AdamW(ours.parameters(), semantics="dense")
-    opt.track(ours)
-    assert same(ours(ids), theirs(ids))
-    for table in (ours, theirs):
-        table(ids).sin().sum().backward()
-    assert same(ours.weight.grad.to_dense(), theirs.weight.grad)
-    with pytest.raises(sparsestep.InputError, match="per_sample_weights must be nested"):
-        ours(ids, per_sample_weights=torch.ones(3))
-
-
-def test_rows_of_nested_ids():
-    ids = torch.nested.nested_tensor([FOUR[:2], NO, FOUR[2:3]], layout=torch.jagged)
-    ours, theirs = Embedding(*TABLE), nn.Embedding(*TABLE)
-    theirs.load_state_dict(ours.state_dict())
-    opt = sparsestep.AdamW(ours.parameters(), semantics="dense")
-    opt.track(ours)
-    for table in (ours, theirs):
-        output = table(ids)
-        assert output.is_nested
-        assert output.shape == (*ids.shape, TABLE[1])
-        output.values().sin().sum().backward()
+    sparsestep.AdamW(ours.parameters(), semantics="dense").track(ours)
+    outputs = [table(ids) for table in (ours, theirs)]
+    for n, output in enumerate(outputs):
+        assert output.is_nested == (kind == "Embedding")
+        outputs[n] = output.values() if output.is_nested else output
+        outputs[n].sin().sum().backward()
+    assert same(*outputs)
     assert ours.weight.grad.is_sparse
     assert same(ours.weight.grad.to_dense(), theirs.weight.grad)
+    if options:
+        with pytest.raises(sparsestep.InputError, match="per_sample_weights must be nested"):
+            ours(ids, per_sample_weights=torch.ones(3))
 
 
 def test_nested_ids_with_gaps_are_refused():

@@ -146,11 +146,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_one_graph_with_eager_bits(case: str):
+DYNAMIC: dict[str, Callable[[int], tuple[Tensor, ...]]] = {
+    "rows": lambda seed: (ids_of(3, 5 + 4 * seed),),
+    "sum, offsets": lambda seed: (ids_of(5 + 4 * seed), torch.arange(0, 5 + 4 * seed, 2)),
+    "n-grams": lambda seed: (ids_of(3, 5 + 4 * seed),),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "dynamic"), [*((case, False) for case in CASES), *((case, True) for case in DYNAMIC)]
+)
+def test_one_graph_with_eager_bits(case: str, dynamic: bool):
     table, arguments = CASES[case]
+    arguments = DYNAMIC[case] if dynamic else arguments
     model, counter = model_of(table), CompileCounterWithBackend("aot_eager")
-    run = torch.compile(model, backend=counter, fullgraph=True)
+    run = torch.compile(model, backend=counter, fullgraph=True, dynamic=dynamic or None)
     for seed in range(3):
         assert_as_eager(model, run, *arguments(seed))
         run(*arguments(seed)).backward()
@@ -174,19 +184,6 @@ def test_inductor_has_equal_gradients(case: str):
         loss.backward()
         results.append(grads_of(model))
     assert all(map(torch.allclose, *results))
-
-
-@pytest.mark.parametrize("case", ["rows", "sum, offsets", "n-grams"])
-def test_dynamic_shapes_are_one_graph(case: str):
-    table, _ = CASES[case]
-    model, counter = model_of(table), CompileCounterWithBackend("aot_eager")
-    run = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
-    for length in (5, 8, 13):
-        arguments: tuple[Tensor, ...] = (ids_of(3, length),)
-        if case == "sum, offsets":
-            arguments = (ids_of(length), torch.arange(0, length, 2))
-        assert_as_eager(model, run, *arguments)
-    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -422,17 +419,12 @@ def test_vocabularies():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("wrong", ["ids", "max_norm"])
-def test_under_fullgraph_the_error_has_the_reason(wrong: str):
-    table = Embedding(ROWS, DIM, max_norm=1.0 if wrong == "max_norm" else None)
-    ids = ids_of(7, dtype=torch.uint8 if wrong == "ids" else torch.int64)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Embedding.*outside of graphs"):
-        compiled(table)(ids)
-
-
 def test_what_stays_outside_of_graphs():
-    """Then eager code runs, with its gradients and its errors."""
+    """Eager code runs, with its gradients and its errors; with fullgraph=True, torch says why."""
     table, ids = Embedding(ROWS, DIM, max_norm=1.0), ids_of(7)
+    for each, given in ((table, ids), (Embedding(ROWS, DIM), ids.byte())):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Embedding.*outside of graphs"):
+            compiled(each)(given)
     run = torch.compile(lambda ids: table(ids).sum() * 2, backend="aot_eager")
     run(ids).backward()
     assert isinstance(table.weight.grad, CompactGrad)

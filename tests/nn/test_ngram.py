@@ -18,8 +18,7 @@ import sparsestep
 from sparsestep import storage
 from sparsestep.nn import NgramEmbedding, ngram
 from tests.ieee import use_ieee_operations
-from tests.nn.cases import plain, same
-from tests.nn.test_id_table import splitmix64
+from tests.nn.cases import plain, same, splitmix64
 
 
 def row_of(tokens: list[int], seed: int, head: int, rows: int) -> int:
@@ -194,7 +193,6 @@ def test_it_is_a_module_as_others_are():
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
     module = NgramEmbedding(30, 4, orders=[2], heads=2, combine="cat", seed=3)
     assert str(module) == ("NgramEmbedding(30, 4, orders=(2,), heads=2, combine='cat', seed=3)")
-    assert list(module.state_dict()) == ["weight"]
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert same(other(tokens), module(tokens))
     with warnings.catch_warnings():
@@ -210,6 +208,33 @@ def test_it_is_a_module_as_others_are():
         lambda weight: torch.func.functional_call(module, {"weight": weight}, (tokens,))
     )(module.weight)
     assert int(jacobian.count_nonzero()) == 4 * 2 * 4  # four bigrams
+
+
+def test_weights_of_other_ngrams_are_not_loaded(tmp_path: Path):
+    """Of another seed, or other heads or orders: their rows would belong to other n-grams."""
+
+    def made(**options: Any) -> tuple[nn.Module, sparsestep.RowwiseAdam]:
+        model = nn.Sequential(NgramEmbedding(30, 4, **{"heads": 2, **options}))
+        return model, sparsestep.RowwiseAdam(model.parameters())
+
+    saved = made()
+    state = saved[0].state_dict()
+    storage.save(tmp_path / "storage", *saved)
+    sparsestep.distributed.save(tmp_path / "distributed", *saved)
+    for options in ({"seed": 1}, {"heads": 1}, {"orders": [2]}, {"orders": [3, 4]}):
+        other = made(**options)
+        before = other[0][0].weight.detach().clone()
+        with pytest.raises(RuntimeError, match="must have been saved with seed="):
+            other[0].load_state_dict(state)
+        for kind in (storage, sparsestep.distributed):
+            with pytest.raises(sparsestep.InputError):
+                kind.load(tmp_path / kind.__name__.split(".")[-1], *other)
+        assert same(other[0][0].weight, before)
+    same_rows = made(combine="cat", orders=[3, 2])
+    for kind in (storage, sparsestep.distributed):
+        kind.load(tmp_path / kind.__name__.split(".")[-1], *same_rows)
+    del state["0._extra_state"]  # as earlier versions saved it
+    made()[0].load_state_dict(state)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0), (2, 1)])

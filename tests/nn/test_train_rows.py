@@ -101,6 +101,17 @@ def test_a_model_that_does_not_know_its_embeddings():
     assert train_rows(model, NEW)[0]["params"] == [model[0].weight]
 
 
+def test_a_head_with_other_rows_is_refused():
+    """Rows of one would not be the tokens of the other."""
+    model = LanguageModel("untied")
+    model.head = nn.Linear(4, TOKENS - 2)
+    model.requires_grad_(False)
+    with pytest.raises(sparsestep.InputError, match="Got 10 for 12"):
+        train_rows(model, NEW)
+    assert not model.words.weight.requires_grad
+    assert len(train_rows(model.words, NEW)) == 1
+
+
 def test_an_embedding_that_is_wrapped():
     """As PEFT wraps the modules that it saves: the weight is found through an attribute."""
 

@@ -19,7 +19,7 @@ from sparsestep.errors import InputError
 from sparsestep.nn import Vocabulary
 from sparsestep.nn.vocabulary import PreparedLookup
 from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
-from tests.nn.cases import copies
+from tests.nn.cases import copies, splitmix64
 from tests.table import FEW, Variant, same_bits
 
 np: Any = pytest.importorskip("numpy")
@@ -70,6 +70,29 @@ def test_ids_of_any_value_shape_and_dtype_have_rows():
         assert vocabulary(torch.tensor(0, dtype=dtype)).tolist() == 3
     assert vocabulary(torch.empty(2, 0, dtype=torch.int64)).shape == (2, 0)
     assert vocabulary(torch.arange(12).reshape(3, 4).T[::2]).shape == (2, 3)
+
+
+def test_ids_without_a_row_share_the_first_ones():
+    vocabulary = Vocabulary(9, shared=3, admit=2)
+    assert vocabulary(batch(7, 8, 7)).tolist() == [3, splitmix64(8) % 3, 3]
+    ids = torch.tensor([2**63 - 1, -(2**63), -1, *range(50, 99)])
+    rows = vocabulary.eval()(ids)
+    assert rows.tolist() == [splitmix64(each) % 3 for each in ids.tolist()]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_many_at_once_are_the_same_for_any_number_of_threads(threads: int):
+    """``native/tests/test_vocabulary.cpp`` compares random calls with a model."""
+    torch.set_num_threads(threads)
+    ids = torch.randperm(50_000, generator=torch.Generator().manual_seed(3)) * 2**40
+    vocabulary = Vocabulary(40_000, evict="lru")
+    expected = [*range(1, 40_000), *(10_001 * [0])]
+    assert vocabulary(ids).tolist() == expected
+    assert vocabulary.eval()(ids).tolist() == expected
+    vocabulary.train()(ids[:30_000].repeat(2))
+    assert vocabulary.state_dict()["counts"].unique().tolist() == [0, 1, 3]
+    vocabulary(ids[39_999:])  # those that were seen longest ago give up their rows
+    assert vocabulary.taken_over[:9_999].tolist() == [*range(30_001, 40_000)]
 
 
 def test_ids_are_admitted_when_they_have_been_seen_often_enough():

@@ -11,7 +11,6 @@ import torch
 import sparsestep
 from sparsestep import storage
 from sparsestep.errors import InputError
-from tests.subject import refused
 from tests.table import each_engine, randn, running_on, same_bits
 
 
@@ -95,17 +94,6 @@ def test_int8_state_is_not_constrained():
         assert same_bits(opt.state[table.weight][name], theirs.state[other.weight][name])
 
 
-def test_checkpoints_have_the_option_only_where_it_is_set():
-    """tests/properties/test_step.py goes on from them."""
-    (_, opt), (other, plain) = made(max_norm=0.5), made()
-    assert "max_norm" not in plain.state_dict()["param_groups"][0]
-    assert "normalize" not in opt.state_dict()["param_groups"][0]
-    plain.load_state_dict(opt.state_dict())
-    look_up(other, 7)
-    plain.step()
-    assert norms(other.weight[[7]]) == [0.5]
-
-
 def test_a_table_in_a_file_marks_the_rows_that_a_step_constrains(tmp_path: Path):
     weight = storage.mapped(tmp_path / "table", (1000, 4), optimizer=sparsestep.Adam)
     weight.copy_(randn((1000, 4)))
@@ -121,12 +109,3 @@ def test_a_table_in_a_file_marks_the_rows_that_a_step_constrains(tmp_path: Path)
     storage.load(tmp_path / "checkpoint", table, opt)
     assert same_bits(param, after)
     assert norms(param[[1, 5]]) == [0.5, 0.5]
-
-
-def test_an_option_that_is_set_later_is_checked():
-    weight, bias = torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(3))
-    opt = sparsestep.SGD([weight, bias], lr=0.1)
-    weight.grad, bias.grad = torch.ones(3, 2), torch.ones(3)
-    opt.param_groups[0]["max_norm"] = 0.5
-    with refused(opt):
-        opt.step()

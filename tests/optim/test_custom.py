@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
-import pickle
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -34,7 +32,7 @@ from tests.optim.own_rules import (
 )
 from tests.properties.marks import QUIET
 from tests.subject import by_hand, refused
-from tests.table import Variant, same_bits, sm3_by_rows, through_a_file
+from tests.table import Variant, same_bits, sm3_by_rows
 
 pytestmark = QUIET
 
@@ -149,25 +147,6 @@ def test_slots_come_once_with_the_sum_of_their_entries():
     ]
 
 
-def test_a_complex_parameter_comes_as_pairs():
-    shapes = []
-
-    @sparsestep.rule(state={"sum": 0.0}, row_state={"count": 0.0})
-    def counted(param, grad, sum, count, *, lr):
-        shapes.append([tuple(value.shape) for value in (param, grad, sum, count)])
-        return param - lr * grad, sum + grad.square(), count + 1
-
-    param = torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.complex64))
-    opt = counted([param], lr=1.0, engine="reference")
-    values = torch.complex(randn(3, 4), randn(3, 4, seed=1))
-    param.grad = torch.sparse_coo_tensor(torch.tensor([[4, 1, 4]]), values, SHAPE)
-    opt.step()
-    assert shapes == [[(2, 8), (2, 8), (2, 8), (2, 1)]]
-    assert torch.allclose(param, -param.grad.to_dense())
-    assert opt.state[param]["sum"].dtype == torch.complex64
-    assert opt.state[param]["count"].tolist() == [0, 1, 0, 0, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("param", "state", "seen"),
     [
@@ -253,46 +232,6 @@ def test_the_class_has_the_name_the_words_and_the_arguments_of_the_function():
     for made in (own_decay, without_lr):
         with pytest.raises(TypeError, match="decoupled_weight_decay"):
             made([table_of()], decoupled_weight_decay=True)
-
-
-def test_param_groups_have_their_own_options():
-    own: list[dict[str, Any]] = [
-        {"lr": 0.1},
-        {"lr": 0.5, "eps": 0.25},
-        {"lr": 0.1, "weight_decay": 0.1, "maximize": True},
-    ]
-    params = [table_of() for _ in own]
-    opt = adagrad([{"params": [param], **each} for param, each in zip(params, own, strict=True)])
-    with refused(opt, match="lr"):
-        opt.add_param_group({"params": [table_of()]})
-    train(opt, params)
-    for param, options in zip(params, own, strict=True):
-        assert same_bits(param, trained(adagrad, **options))
-    again = adagrad([{"params": [param], "lr": 0.5} for param in params])
-    again.load_state_dict(opt.state_dict())
-    assert [group["lr"] for group in again.param_groups] == [0.1, 0.5, 0.1]
-
-
-@pytest.mark.parametrize("resumes", [adagrad, sparsestep.Adagrad])
-def test_a_checkpoint_goes_on_also_in_the_librarys_rule_with_the_same_state(resumes: Any):
-    param = table_of()
-    opt = adagrad([param], lr=0.1)
-    train(opt, [param], range(3))
-    again = resumes([param], lr=0.5, eps=0.5)
-    again.load_state_dict(through_a_file(opt.state_dict()))
-    train(again, [param], range(3, 5))
-    assert close(param, trained(adagrad, lr=0.1))
-
-
-def test_a_local_rule_may_be_copied_and_not_pickled():
-    @sparsestep.rule
-    def local(param, grad, *, lr):
-        return param - lr * grad
-
-    opt = local([table_of()], lr=0.1)
-    assert type(copy.deepcopy(opt)) is local
-    with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
-        pickle.dumps(opt)
 
 
 # Formulas and parameters that the core cannot run

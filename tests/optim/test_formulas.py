@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from torch import Tensor
 
 import sparsestep
 from tests.optim import transcriptions
-from tests.optim.transcriptions import COLUMNS, ROWS, STEPS, Gradients, Result, Table, start
-from tests.table import ENGINES, each_engine, running_on
+from tests.optim.transcriptions import COLUMNS, ROWS, STEPS, Gradients, Table, start
+from tests.table import each_engine, running_on
 
 ADAM = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3}
 ROOT = {"lr": 0.1, "eps": 1e-3}
@@ -35,12 +34,6 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
     ("Ftrl", {"lr": 0.3, "beta": 0.5, "l1": 0.7, "l2": 0.1}),
     ("Ftrl", {"lr": 0.3, "initial_accumulator_value": 0.25}),
 ]
-TRANSCRIPTIONS: dict[str, Callable[..., Result]] = {
-    "RowwiseAdagrad": transcriptions.rowwise_adagrad,
-    "RowwiseAdam": transcriptions.rowwise_adam,
-    "Lion": transcriptions.lion,
-    "Ftrl": transcriptions.ftrl,
-}
 # Dense gradients or sparse ones, maximized or not, wide or not: each pair once.
 PAIRS = [
     (False, False, torch.float64),
@@ -66,7 +59,7 @@ def test_steps_are_what_was_published(name: str, options: dict[str, Any], engine
         sums = [gradients.summed(step) for step in range(STEPS)]
         if maximize:
             sums = [{row: -g for row, g in each.items()} for each in sums]
-        table, kept = TRANSCRIPTIONS[name](sums, **options)
+        table, kept = getattr(transcriptions, cls.__module__.rpartition(".")[2])(sums, **options)
         param = torch.nn.Parameter(torch.from_numpy(begin).to(dtype, copy=True))
         with running_on(engine) as running:
             opt = cls([param], engine=running, maximize=maximize, **options)
@@ -98,44 +91,3 @@ def test_torchs_kernel_has_the_numbers_of_the_rule_under_another_default_dtype()
 
 def agree(ours: Tensor, theirs: Table, precision: float) -> bool:
     return np.allclose(ours.detach().numpy(), theirs, rtol=precision, atol=precision)
-
-
-# Bias correction row by row
-
-
-each_per_row = pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (sparsestep.SparseAdam, {}),
-        (sparsestep.Adam, {}),
-        (sparsestep.Adam, {"amsgrad": True}),
-        (sparsestep.AdamW, {"weight_decay": 0.1}),
-        (sparsestep.RowwiseAdam, {"weight_decay": 0.1}),
-    ],
-    ids=["SparseAdam", "Adam", "AMSGrad", "AdamW", "RowwiseAdam"],
-)
-
-
-@each_per_row
-@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-def test_rows_counted_on_their_own_are_optimizers_on_their_own(
-    cls: Any, options: dict[str, Any], dense: bool
-):
-    for engine in ENGINES:
-        gradients = Gradients(dense=dense)
-        table = torch.nn.Parameter(torch.from_numpy(start()))
-        rows = [torch.nn.Parameter(row[None].clone()) for row in table.detach()]
-        counts = torch.zeros(ROWS)
-        with running_on(engine) as name:
-            opt = cls([table], lr=0.1, engine=name, bias_correction="per_row", **options)
-            of_rows = [cls([row], lr=0.1, engine=name, **options) for row in rows]
-            for step in range(STEPS):
-                table.grad = gradients.tensor(step)
-                opt.step()
-                for number, sums in gradients.summed(step).items():
-                    rows[number].grad = torch.from_numpy(sums[None]).to_sparse(1)
-                    of_rows[number].step()
-                    counts[number] += 1
-        together = torch.cat([row.detach() for row in rows])
-        assert torch.allclose(table.detach(), together, rtol=1e-13, atol=1e-13)
-        assert torch.equal(opt.state[table]["row_step"], counts)

@@ -26,6 +26,7 @@ from sparsestep.optim import OPTIMIZERS
 from tests.subject import refused
 from tests.table import (
     FEW,
+    WITH_DENSE,
     all_same_bits,
     each_engine,
     running_on,
@@ -40,38 +41,7 @@ def coo(rows: list[int], shape: tuple[int, ...], value: float = 1.0) -> torch.Te
     return torch.sparse_coo_tensor(torch.tensor([rows]), values, shape)
 
 
-# Construction
-
-
-def test_generators_of_params():
-    model = nn.ModuleList(nn.Embedding(5, 2, sparse=True) for _ in range(3))
-    for params in (
-        model.parameters(),
-        [{"params": (p for p in model.parameters())}],
-        iter([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]),
-        model.named_parameters(),
-    ):
-        opt = sparsestep.Adam(params)
-        found = [p for group in opt.param_groups for p in group["params"]]
-        assert len(found) in (2, 3)
-        assert all(isinstance(p, nn.Parameter) for p in found)
-
-
 # Steps
-
-
-@each_engine
-def test_a_stored_zero_is_an_entry(engine: str):
-    param = nn.Parameter(torch.full((3, 2), 2.0))
-    with running_on(engine) as name:
-        opt = sparsestep.Adam([param], lr=0.1, engine=name)
-        param.grad = coo([0, 1], (3, 2))
-        opt.step()
-        once = param.detach().clone()
-        param.grad = coo([0], (3, 2), value=0.0)
-        opt.step()
-    assert bool((param[0] != once[0]).all())  # its momentum goes on
-    assert same_bits(param[1:], once[1:])
 
 
 def test_hooks_closures_and_profilers():
@@ -153,10 +123,10 @@ def test_two_threads_are_never_in_a_step_at_once():
 
 
 @pytest.mark.parametrize("cls", OPTIMIZERS)
-def test_state_that_is_created_in_inference_mode_can_be_written_outside(cls: Any):
+def test_what_is_created_loaded_or_masked_in_inference_mode_can_be_written_outside(cls: Any):
     masks = [torch.ones(6, 2, dtype=torch.bool), torch.eye(6, 2, dtype=torch.bool)]
     params = [nn.Parameter(torch.ones(6, 2)) for _ in masks]
-    opt = cls([{"params": params, "mask": masks}], lr=0.1)
+    opt = cls(iter([{"params": iter(params), "mask": masks}]), lr=0.1)
     for inside in (True, False):
         with torch.inference_mode(inside):
             for param in params:
@@ -164,28 +134,26 @@ def test_state_that_is_created_in_inference_mode_can_be_written_outside(cls: Any
             opt.step()
         params[1].data = params[1].t().contiguous().t()  # its state has to be made again
     opt.step()
-    assert all(params[0][0] != 1)
-
-
-@pytest.mark.parametrize("cls", OPTIMIZERS)
-def test_what_is_loaded_or_masked_in_inference_mode_can_be_used_outside(cls: Any):
-    params = [nn.Parameter(torch.ones(6, 2)) for _ in range(2)]
-    opt = cls([{"params": params, "mask": [None, torch.eye(6, 2, dtype=torch.bool)]}], lr=0.1)
-
-    def step() -> None:
-        for param in params:
-            param.grad = torch.ones(6, 2)
-        opt.step()
-
-    step()
-    saved = copy.deepcopy(opt.state_dict())
     with torch.inference_mode():
-        opt.load_state_dict(saved)
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
         opt.set_mask(params[0], torch.tensor([True, False] * 3))
-    step()
-    tensors = [*opt.param_groups[0]["mask"]]
-    tensors += [each for param in params for each in opt.state[param].values()]
-    assert not any(each.is_inference() for each in tensors if isinstance(each, torch.Tensor))
+    opt.step()
+    assert all(params[0][0] != 1)
+    tensors = [*opt.param_groups[0]["mask"], *state_tensors(opt)]
+    assert not any(each.is_inference() for each in tensors)
+
+
+@pytest.mark.filterwarnings("ignore::sparsestep.StaleWarning")
+@pytest.mark.parametrize("cls", WITH_DENSE)
+def test_rows_that_were_deferred_in_inference_mode_catch_up_outside(cls: Any):
+    param = nn.Parameter(torch.ones(6, 2))
+    opt = cls([param], lr=0.1, semantics="dense")
+    for row in range(4):
+        param.grad = torch.sparse_coo_tensor([[row]], torch.ones(1, 2), (6, 2))
+        with torch.inference_mode(row == 0):
+            opt.step()
+    opt.catch_up()
+    assert all(param[3] != 1)
 
 
 # Torch's own kernel refuses after others have been planned

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep import IndexedGrad, RowwiseAdagrad, RowwiseAdam
 from tests.subject import Subject, refused
-from tests.table import all_same_bits, each_engine, randn, running_on, same_bits, state_tensors
+from tests.table import each_engine, randn, running_on, same_bits
 
 SHAPE = (6, 4)
 # The class, the element-wise one and torch's, and the second moment.
@@ -47,44 +46,26 @@ def second_of(opt: Any, param: Tensor) -> Tensor:
 
 @each_engine
 @each_class
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"weight_decay": 0.1, "maximize": True, "eps": 1e-3, "lr": torch.tensor(0.05)}],
-    ids=["plain", "options"],
-)
-def test_dense_gradients_are_updated_as_by_torch(cls: Any, options: Any, engine: str):
-    values = [*map(randn, [(), (7,), (5, 4), (2, 3, 5), (3, 0)]), randn((4, 5)).t()]
-    values += (torch.view_as_complex(randn(shape)) for shape in [(6, 2), (4, 3, 2)])
-    params = [[nn.Parameter(value.clone()) for value in values] for _ in range(2)]
-    options = {"lr": 0.1, **options}
-    with running_on(engine) as name:
-        ours = cls(params[0], dense="elementwise", engine=name, **options)
-        theirs = KINDS[cls][1](params[1], **options)
-        for _ in range(8):
-            grads = [torch.randn(v.shape, dtype=v.dtype) for v in values]
-            step(ours, *grads)
-            step(theirs, *grads)
-    for mine, torchs in zip(*params, strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=2e-5, atol=2e-6)
-        for key, value in theirs.state[torchs].items():
-            torch.testing.assert_close(ours.state[mine][key], value, rtol=2e-5, atol=1e-7)
-
-
-@each_engine
-@each_class
 @pytest.mark.parametrize("semantics", ["masked", "dense"])
 @pytest.mark.parametrize("first", ["sparse", "dense"])
 def test_the_first_gradient_decides(cls: Any, semantics: Any, first: str, engine: str):
     """Later gradients of the other kind are updated by the same formula."""
     formula = cls if first == "sparse" else KINDS[cls][0]
-    kinds = (coo, lambda seed: randn(SHAPE, seed))
+    values = [randn(SHAPE)]
+    if first == "dense":
+        values += [*map(randn, [(), (7,), (2, 3, 5), (3, 0)]), randn((4, 5)).t()]
+        values += [torch.view_as_complex(randn((4, 3, 2)))]
     with running_on(engine) as name:
-        options = {"lr": 0.1, "semantics": semantics, "engine": name}
-        opt = cls([table()], dense="elementwise", **options)
-        expected = formula([table()], **options)
+        options = {"lr": torch.tensor(0.1), "eps": 1e-3, "semantics": semantics, "engine": name}
+        opt, expected = (
+            make([nn.Parameter(value.clone()) for value in values], **options, **more)
+            for make, more in ((cls, {"dense": "elementwise"}), (formula, {}))
+        )
         for seed in range(5):
+            others = [torch.randn(value.shape, dtype=value.dtype) for value in values[1:]]
+            is_sparse = (seed + (first == "dense")) % 2 == 0
             for each in (opt, expected):
-                step(each, kinds[(seed + (first == "dense")) % 2](seed))
+                step(each, coo(seed) if is_sparse else randn(SHAPE, seed), *others)
                 each.catch_up()
     assert (second_of(opt, next(opt.params())).dim() == 2) == (first == "dense")
     for mine, theirs in zip(Subject(opt).tensors, Subject(expected).tensors, strict=True):
@@ -116,20 +97,6 @@ def test_state_created_in_advance_does_not_decide(cls: Any, is_materialized: boo
 
 
 # State
-
-
-@each_class
-def test_checkpoints_have_the_option(cls: Any):
-    """tests/properties/test_step.py goes on from them."""
-    opt = cls([table(), table()], lr=0.1, dense="elementwise")
-    step(opt, coo(0), randn(SHAPE))
-    saved, plain = opt.state_dict(), cls([table()]).state_dict()["param_groups"][0]
-    assert saved["param_groups"][0].keys() == {*plain, "dense"}
-    other = cls([table(), table()])
-    other.load_state_dict(copy.deepcopy(saved))
-    for each in (opt, other):
-        step(each, coo(7), randn(SHAPE, 7))
-    assert all_same_bits(state_tensors(opt), state_tensors(other))
 
 
 @each_class

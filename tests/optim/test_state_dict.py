@@ -27,11 +27,10 @@ from sparsestep.errors import InputError
 from sparsestep.optim import OPTIMIZERS
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.optim.own_rules import seeded
-from tests.subject import refused
+from tests.subject import Subject, refused
 from tests.table import (
     COUNTERPARTS,
     OPTIONS,
-    STATEFUL,
     Variant,
     all_same_bits,
     same_bits,
@@ -47,68 +46,38 @@ pytestmark = [
 ]
 
 
-def table_of(dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    return nn.Parameter(torch.randn(20, 4, generator=seeded(1)).to(dtype))
+def two_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    shapes = ((7, 3), (4,))
+    return [nn.Parameter(torch.randn(shape, generator=seeded(1)).to(dtype)) for shape in shapes]
 
 
-def train(param: nn.Parameter, opt: Any, steps: range, sparse: bool = True) -> None:
+def train_all(optimizer: Any, params: Any, steps: range, *, sparse: bool = False) -> None:
     for step in steps:
-        rows = torch.randperm(20, generator=seeded(step))[None, :7]
-        values = torch.randn(7, 4, generator=seeded(step)).to(param.dtype)
-        grad = torch.sparse_coo_tensor(rows, values, param.shape)
-        param.grad = grad if sparse else grad.to_dense()
-        opt.step()
+        for param in params:
+            grad = torch.randn(param.shape, generator=seeded(step)).to(param.dtype)
+            param.grad = grad.to_sparse(1) if sparse else grad
+        optimizer.step()
 
 
-# To torch's classes and back
-
-
-@pytest.mark.parametrize(
-    "variant", [v for v in STATEFUL if hasattr(torch.optim, v.cls.__name__)], ids=str
-)
-def test_checkpoints_go_to_torch_and_back(variant: Variant):
-    """Loading copies: both go on without disturbing each other, with the same numbers."""
-    sparse = variant.cls is sparsestep.SparseAdam
-    torchs = getattr(torch.optim, variant.cls.__name__)
-    first, ours, last = (table_of() for _ in range(3))
-    theirs = torchs([first], lr=0.1, **variant.options)
-    train(first, theirs, range(3), sparse)
-    ours.data.copy_(first.data)
-    opt = variant([ours], lr=0.5)
-    opt.load_state_dict(theirs.state_dict())
-    assert opt.param_groups[0]["lr"] == 0.1
-    for param, each in ((ours, opt), (first, theirs)):
-        train(param, each, range(3, 6), sparse)
-    assert torch.allclose(ours, first, rtol=1e-6, atol=1e-7)
-    train(ours, opt, range(6, 8))
-    if not sparse:
-        opt.param_groups[0]["foreach"] = False  # torch's kernel, with its bits
-    last.data.copy_(ours.data)
-    back = torchs([last], lr=0.5, **variant.options)
-    back.load_state_dict(through_a_file(opt.state_dict()))
-    for param, each in ((ours, opt), (last, back)):
-        train(param, each, range(8, 11), sparse)
-    assert torch.allclose(ours, last, rtol=1e-6, atol=1e-7)
-    assert sparse or same_bits(ours, last)
+def copies_of(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(param.detach().clone()) for param in params]
 
 
 def test_moments_of_half_precision_params_are_float32():
     """From a checkpoint of torch's, whose are not, as well, and by ``from_torch``."""
-    old = torch.optim.Adam([table_of(torch.bfloat16)])
-    train(*old.param_groups[0]["params"], old, range(2), sparse=False)
+    params = two_params(torch.bfloat16)
+    old = torch.optim.Adam(params)
+    train_all(old, params, range(2))
     before = [value.float() for value in state_tensors(old) if value.dim()]
     after = [value for value in state_tensors(sparsestep.from_torch(old)) if value.dim()]
     assert all_same_bits(after, before)
     for module in (sparsestep, torch.optim):
-        param = table_of(torch.bfloat16)
-        opt = module.SparseAdam([param], lr=0.1)
-        train(param, opt, range(2))
-        again = sparsestep.SparseAdam([param], lr=0.1)
+        opt = module.SparseAdam(params, lr=0.1)
+        train_all(opt, params, range(2), sparse=True)
+        again = sparsestep.SparseAdam(params, lr=0.1)
         again.load_state_dict(opt.state_dict())
-        assert {value.dtype for value in state_tensors(again)} == {torch.float32}
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(again.state[param][name], opt.state[param][name].float())
-        assert steps_of(again, param) == 2
+        assert all_same_bits(state_tensors(again), [v.float() for v in state_tensors(opt)])
+        assert steps_of(again, params[0]) == 2
 
 
 # Which checkpoints without state a class loads, and which it refuses.
@@ -376,19 +345,6 @@ CASES = [
 ]
 
 
-def two_params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    shapes = ((7, 3), (4,))
-    return [nn.Parameter(torch.randn(shape, generator=seeded(1)).to(dtype)) for shape in shapes]
-
-
-def train_all(optimizer: Any, params: Any, steps: range, *, sparse: bool = False) -> None:
-    for step in steps:
-        for param in params:
-            grad = torch.randn(param.shape, generator=seeded(step)).to(param.dtype)
-            param.grad = grad.to_sparse(1) if sparse else grad
-        optimizer.step()
-
-
 def groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
     table, bias = params
     return [
@@ -404,6 +360,7 @@ def groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
 def test_training_goes_on_with_the_same_numbers(
     ours: type, theirs: type, options: dict[str, Any], before: int
 ):
+    """By ``from_torch``, and by checkpoints in both directions, of which loading makes copies."""
     sparse = theirs is torch.optim.SparseAdam
     params, expected = two_params(), two_params()
     if not sparse:
@@ -412,31 +369,32 @@ def test_training_goes_on_with_the_same_numbers(
     train_all(old, params, range(before), sparse=sparse)
     if before == 3:
         old.load_state_dict(old.state_dict())
-    memory = {
-        value.data_ptr()
-        for param_state in old.state.values()
-        for name, value in param_state.items()
-        if isinstance(value, Tensor) and value.numel() > 1
-    }
+    loaded, returned = copies_of(params), two_params()
+    into = ours(groups(loaded), **{**options, "lr": 0.75})
+    into.load_state_dict(old.state_dict())
+    memory = {value.data_ptr() for value in state_tensors(old) if value.numel() > 1}
     optimizer = sparsestep.from_torch(old)
     assert type(optimizer) is ours
     assert optimizer.param_groups[0]["initial_lr"] == 0.5
     assert optimizer.param_groups[0]["mine"] == "kept"
     assert optimizer.param_groups[1]["param_names"] == ["bias"]
     type(optimizer)(params, **optimizer.defaults)
-    held = {
-        v.data_ptr() for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)
-    }
-    assert memory <= held  # not copied
-    train_all(optimizer, params, range(before, 6), sparse=sparse)
-    train_all(whole, expected, range(6), sparse=sparse)
-    for one, another in zip(params, expected, strict=True):
-        if sparse:  # torch's square root
-            torch.testing.assert_close(one, another)
-        else:
-            assert same_bits(one, another)
-    reloaded = theirs(groups(params), **options)
-    reloaded.load_state_dict(optimizer.state_dict())  # and back
+    assert memory <= {value.data_ptr() for value in state_tensors(optimizer)}  # not copied
+    for opt, its in ((into, loaded), (optimizer, params)):
+        train_all(opt, its, range(before, 6), sparse=sparse)
+    back = theirs(groups(returned), **options)
+    back.load_state_dict(through_a_file(optimizer.state_dict()))
+    for param, value in zip(returned, params, strict=True):
+        param.data.copy_(value.data)
+    for opt, its in ((into, loaded), (optimizer, params), (back, returned)):
+        train_all(opt, its, range(6, 8), sparse=sparse)
+    train_all(whole, expected, range(8), sparse=sparse)
+    for others in zip(params, loaded, returned, expected, strict=True):
+        for one in others[:-1]:
+            if sparse:  # torch's square root
+                torch.testing.assert_close(one, others[-1])
+            else:
+                assert same_bits(one, others[-1])
 
 
 @pytest.mark.parametrize("before", [0, 2])
@@ -453,24 +411,19 @@ def test_training_goes_on_with_the_same_numbers(
 def test_options_are_those_of_an_optimizer_that_loads_the_checkpoint(
     options: dict[str, Any], before: int
 ):
-    params, expected = two_params(), two_params()
+    params = two_params()
     old = torch.optim.AdamW(params, lr=0.1)
     train_all(old, params, range(before))
-    with torch.no_grad():
-        for one, another in zip(params, expected, strict=True):
-            another.copy_(one)
+    expected = copies_of(params)
     other = sparsestep.AdamW(expected, lr=0.1, **options)
     other.load_state_dict(old.state_dict())
     optimizer = sparsestep.from_torch(old, **options)
     for each, trained in ((optimizer, params), (other, expected)):
         train_all(each, trained, range(9), sparse=True)
         each.catch_up()
-    assert optimizer.semantics == options.get("semantics", "masked")
-    assert all_same_bits(params, expected)
-    first, second = optimizer.state_dict(), other.state_dict()
-    assert first["param_groups"] == second["param_groups"]
-    for index, values in first["state"].items():
-        assert all(same_bits(v, second["state"][index][name]) for name, v in values.items())
+    assert (optimizer.semantics, optimizer.engine) == (other.semantics, other.engine)
+    assert optimizer.state_dict()["param_groups"] == other.state_dict()["param_groups"]
+    assert Subject(optimizer).same_as(Subject(other))
 
 
 @pytest.mark.parametrize("before", [0, 1])

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler, swa_utils
+from torch.testing._internal.common_optimizers import optim_db
 
 import sparsestep
 from sparsestep.grads.compact import CompactGrad
-from tests.loops import LOOPS, SAME, Loop, Model, Training, changed, copied, plain
+from tests.loops import LOOPS, SAME, Loop, Model, Training, changed, copied, plain, scheduled
 from tests.nn.cases import plain as written_out
 from tests.subject import Snapshot, Subject
 from tests.table import FEW, Variant, same_bits, sm3_by_rows
+from tests.torch_versions import steps_sequential_schedulers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SUBJECTS = [
@@ -100,6 +103,44 @@ def test_torchs_optimizers(name: str, loop: str):
     theirs, with_our_modules, ours = runs
     assert with_our_modules.same_as(theirs)
     assert ours.close_to(theirs, 1e-5, 1e-6)
+
+
+def sequential(opt: torch.optim.Optimizer) -> Any:
+    parts = [lr_scheduler.LinearLR(opt, 0.25, total_iters=5), SCHEDULERS[0][0](opt)]
+    return lr_scheduler.SequentialLR(opt, parts, milestones=[3])
+
+
+SCHEDULERS: list[list[Any]] = [
+    [lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch)],
+    [lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=3)],
+    [lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20)],
+    [lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1)],
+    [sequential],
+    [lambda o: swa_utils.SWALR(o, swa_lr=0.005, anneal_epochs=4)],
+    # Torch's own database of inputs.
+    *next(info.scheduler_inputs for info in optim_db if info.optim_cls is torch.optim.SGD),
+]
+
+
+@steps_sequential_schedulers
+@pytest.mark.parametrize("makers", SCHEDULERS)
+def test_schedulers_drive_our_class_as_they_drive_torchs(makers: list[Any]):
+    """The same options and parameters in the end, also where rows catch up later."""
+
+    def run(cls: Any, *, sparse: bool = False, **options: Any) -> Training:
+        model = Model(nn, torch.float64, sparse=sparse)
+        return Training.of(model, cls, **options).run(scheduled(*makers), 12)
+
+    for name, options in (("AdamW", {"weight_decay": 0.1}), ("SGD", {"momentum": 0.9})):
+        theirs, ours = run(getattr(torch.optim, name), **options), getattr(sparsestep, name)
+        exact = run(ours, foreach=False, **options)
+        deferred = run(ours, sparse=True, semantics="dense", **options)
+        assert exact.same_as(theirs)
+        assert deferred.close_to(theirs, 1e-9, 1e-9)
+        every = [each.optimizer.param_groups for each in (theirs, exact, deferred)]
+        for group, *same in zip(*every, strict=True):
+            own = group.keys() - {"params", "foreach"}
+            assert all(each[key] == group[key] for each in same for key in own)
 
 
 # Named examples

@@ -11,6 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing._internal.common_optimizers import optim_db
 
 import sparsestep
 from sparsestep import _native as native
@@ -270,6 +271,25 @@ def test_gradients_flow_through_a_differentiable_step(
     for our, their in zip(*derivatives, strict=True):
         assert bool((their != 0).all())
         assert same_bits(our, their)
+
+
+# Torch's own database of inputs that are refused; its valid ones are among those drawn above.
+ERRORS = [
+    (getattr(sparsestep, info.optim_cls.__name__), error)
+    for info in optim_db
+    if info.optim_cls.__name__ in sparsestep.__all__
+    for error in info.optim_error_inputs_func(device="cpu", dtype=torch.float32)
+]
+
+
+@pytest.mark.parametrize(
+    ("ours", "error"), ERRORS, ids=[e.optimizer_error_input.desc for _, e in ERRORS]
+)
+def test_error_inputs(ours: Any, error: Any):
+    given = error.optimizer_error_input
+    params = [torch.nn.Parameter(torch.randn(2, 3))] if given.params is None else given.params
+    with pytest.raises(error.error_type, match=error.error_regex):
+        ours(params, **given.kwargs).step()
 
 
 # Sparse gradients: torch.optim.SparseAdam

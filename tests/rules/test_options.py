@@ -24,7 +24,16 @@ from tests.generate.garbage import Unusable, Wrapper
 from tests.oracle import FindingError
 from tests.properties.test_refusals import fresh_state
 from tests.subject import Snapshot, Subject, refused
-from tests.table import EVERY, FUNCTIONS, Variant, all_same_bits, each_optimizer, same_bits
+from tests.table import (
+    EVERY,
+    FUNCTIONS,
+    Variant,
+    all_same_bits,
+    each_engine,
+    each_optimizer,
+    running_on,
+    same_bits,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -361,6 +370,23 @@ def test_a_function_names_the_option(optimizer: type[RuleOptimizer]):
         call = partial(function, param, rows(1, 5), **{**given, name: value})
         assert_refused(call, function.__name__, name)
         assert same_bits(param, before)
+
+
+@each_engine
+def test_options_are_checked_only_in_groups_with_a_gradient(engine: str):
+    """Torch's suite cycles beta1 up to 22 in an optimizer that has no gradient."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    with running_on(engine) as name:
+        opt = sparsestep.Adam([{"params": [param]} for param in params], engine=name)
+        opt.param_groups[0]["betas"] = (22.0, 0.999)
+        opt.step()
+        params[1].grad = torch.ones(4)
+        opt.step()
+        assert torch.equal(params[0], torch.ones(4))
+        assert (params[1] < 1).all()
+        params[0].grad = torch.ones(4)
+        with pytest.raises(ValueError, match=r"param group 0: .*beta"):
+            opt.step()
 
 
 # Values that mean a number, a switch or a pair

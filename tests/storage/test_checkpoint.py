@@ -19,7 +19,7 @@ from torch import nn
 
 import sparsestep
 from sparsestep.errors import InputError
-from sparsestep.memory.mapped_file import file_of
+from sparsestep.memory.mapped_file import MappedFile, file_of
 from sparsestep.storage import checkpoint, journal, load, mapped, save, writing
 from tests.storage.training import (
     DIM,
@@ -437,7 +437,7 @@ FAULTS: list[tuple[Any, str, int, Callable[[], None], type[BaseException]]] = [
     (os, "replace", 1, full, OSError),
     (os, "replace", 2, full, OSError),
     (os, "replace", 3, full, OSError),
-    (checkpoint._Swap, "switch", 1, raising(MemoryError), MemoryError),
+    (MappedFile, "switch_to", 1, raising(MemoryError), MemoryError),
     (torch, "load", 1, out_of_memory, MemoryError),
     (torch, "empty", 1, out_of_memory, MemoryError),
     (torch.optim.Optimizer, "load_state_dict", 1, out_of_memory, MemoryError),

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import sparsestep
 from sparsestep.memory import disk
 from sparsestep.memory.mapped_file import file_of
-from sparsestep.storage import Mapped, mapped, writing
+from sparsestep.storage import mapped, writing
 from tests.storage.training import (
     DIM,
     ROWS,
@@ -143,21 +142,6 @@ def test_a_lock_is_inherited_but_not_by_programs(tmp_path: Path):
         os.close(duplicate)
         assert not is_locked(tmp_path / "table")
         process.communicate(b"\n")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked there")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_workers_that_are_forked_read_the_table(tmp_path: Path):
-    table = table_in(tmp_path / "table")
-    rows = torch.utils.data.TensorDataset(table)
-    loader = torch.utils.data.DataLoader(
-        rows, batch_size=100, num_workers=1, multiprocessing_context="fork"
-    )
-    assert same_bits(torch.cat([batch for (batch,) in loader]), initial())
-    del loader, table, rows
-    gc.collect()
-    assert not is_locked(tmp_path / "table")
-    assert isinstance(nn.Parameter(mapped(tmp_path / "table", (ROWS, DIM))), Mapped)
 
 
 def fails(error: int):

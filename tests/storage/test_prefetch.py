@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ import torch
 from sparsestep.memory.formats import HEADER_BYTES
 from sparsestep.memory.mapped_file import file_of
 from sparsestep.storage import mapped, prefetch, prefetching
+from tests.processes import run_python
 from tests.storage.training import adam, embedding, in_each_place, raising, table_in, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,16 +60,6 @@ def test_pages_of_table_and_state_are_read_once(in_rows, tmp_path: Path):
         assert file.num_prefetched == len(pages)
 
 
-def test_rows_are_read_in_the_background(tmp_path: Path):
-    table, done = mapped(tmp_path / "table", (1000, 64)), threading.Event()
-    table.prefetch(torch.arange(1000))
-    # The thread takes requests in order: when the second is done, so is the first.
-    second: Any = SimpleNamespace(prefetch=lambda rows: done.set())
-    MODULE._thread.submit(second, torch.tensor([0]))
-    assert done.wait(60)
-    assert file_of(table).prefetched[1:].all()
-
-
 def test_a_step_may_add_state_files_while_they_are_read(tmp_path: Path):
     file = file_of(mapped(tmp_path / "table", (100, 4)))
     state = [file_of(mapped(tmp_path / name, (100, 4))) for name in ("exp_avg", "exp_avg_sq")]
@@ -95,12 +82,8 @@ def finish_requests() -> None:
         def prefetch(self, rows):
             handled.set()
 
-    thread().submit(Last(), torch.tensor([0]))
+    MODULE._thread.submit(Last(), torch.tensor([0]))
     assert handled.wait(60)
-
-
-def thread():
-    return importlib.import_module("sparsestep.storage.mapped")._thread
 
 
 def test_a_request_that_raises_is_reported_and_the_next_ones_are_served(tmp_path, monkeypatch):
@@ -112,7 +95,7 @@ def test_a_request_that_raises_is_reported_and_the_next_ones_are_served(tmp_path
     other.prefetch(torch.tensor([2]))
     finish_requests()
     assert [type(each) for each in reported] == [MemoryError]
-    assert file_of(other).num_prefetched == 1
+    assert file_of(other).num_prefetched == file_of(other).prefetched.sum() == 1
 
 
 def test_a_thread_that_has_died_or_never_started_is_replaced(tmp_path, monkeypatch):
@@ -121,7 +104,7 @@ def test_a_thread_that_has_died_or_never_started_is_replaced(tmp_path, monkeypat
     with monkeypatch.context() as broken:
         broken.setattr(file_of(table), "prefetch", raising(SystemExit), raising=False)
         table.prefetch(torch.tensor([1]))
-        thread()._thread.join(60)
+        MODULE._thread._thread.join(60)
     with monkeypatch.context() as broken:
         broken.setattr(threading.Thread, "start", raising(RuntimeError, "can't start new thread"))
         with pytest.raises(RuntimeError, match="can't start"):
@@ -131,35 +114,18 @@ def test_a_thread_that_has_died_or_never_started_is_replaced(tmp_path, monkeypat
     assert file_of(table).num_prefetched == 1
 
 
-def test_an_exit_handler_may_prefetch(tmp_path: Path):
+def test_a_process_may_end_while_rows_are_read_and_an_exit_handler_may_prefetch(tmp_path: Path):
     """This one runs after those of the package, when Python 3.12 starts no thread any more."""
     code = """if True:
         import atexit, sys
         atexit.register(lambda: table.prefetch(torch.tensor([3])) or print("ok"))
         import torch, sparsestep
-        table = sparsestep.storage.mapped(sys.argv[1], (1000, 64))
-        table.prefetch(torch.tensor([3]))
-    """
-    assert run_alone(code, tmp_path / "table") == "ok\n"
-
-
-def run_alone(code: str, path: Path) -> str:
-    """Run a program with a path; returns what it prints."""
-    command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
-def test_a_process_may_end_while_rows_are_read(tmp_path: Path):
-    code = """if True:
-        import sys, torch, sparsestep
         table = sparsestep.storage.mapped(sys.argv[1], (100_000, 64))
-        for _ in range(10):
+        for _ in range(int(sys.argv[2])):
             table.prefetch(torch.randint(100_000, (10_000,)))
-        print("ok")
     """
-    assert run_alone(code, tmp_path / "table") == "ok\n"
+    for requests in ("1", "10"):
+        assert run_python("-c", code, str(tmp_path / "table"), requests) == "ok\n"
 
 
 @pytest.mark.parametrize("window", [1, 2, 5])

@@ -68,22 +68,22 @@ def run(options: argparse.Namespace) -> int:
         return 2
     tables = [TableSize(name, rows, dim, options.bytes) for name, rows, dim, _ in options.tables]
     asked = {name: kind for name, _, _, kind in options.tables if kind}
+
+    def plan_for(ranks: int) -> Plan:
+        placements = choose_placements(tables, ranks, asked, options.wire)
+        return Plan(placements, ranks, options.batch, dict.fromkeys(names, options.ids))
+
+    def costs(ranks: int) -> StepCosts:
+        return StepCosts(plan_for(ranks), options.network, options.latency)
+
     try:
-        chosen = choose_placements(tables, options.ranks, asked, options.wire)
+        plan = plan_for(options.ranks)
     except InputError as error:
         print(f"sparsestep plan: {error}", file=sys.stderr)
         return 2
-    lengths = dict.fromkeys(names, options.ids)
-    plan = Plan(chosen, options.ranks, options.batch, lengths)
     print(plan)
     print(format_totals(plan, options.state, options.network))
-    print(format_costs(StepCosts(plan, options.network, options.latency)))
-
-    def costs(ranks: int) -> StepCosts:
-        placements = choose_placements(tables, ranks, asked, options.wire)
-        several = Plan(placements, ranks, options.batch, lengths)
-        return StepCosts(several, options.network, options.latency)
-
+    print(format_costs(costs(options.ranks)))
     print(format_limits(costs, _max_open_files()))
     return 0
 

@@ -96,6 +96,7 @@ class StepHistory:
         if self.steps + 1 >= self.capacity:
             self._reserve(2 * self.capacity)
 
+    @torch.inference_mode(False)  # later steps write to it
     def _reserve(self, capacity: int) -> None:
         # An array: writing single numbers to a tensor is slow.
         numbers = array("d", [0.0]) * ((4 + self.idle_update.num_sums) * capacity)
@@ -105,8 +106,7 @@ class StepHistory:
         sums[: len(self.sums)] = self.sums
         by_factor = {factor: _powers(factor, capacity) for factor in set(self.decays.values())}
         powers = {name: by_factor[factor] for name, factor in self.decays.items()}
-        by_step = tables.unbind()
-        # Nothing below can fail.
+        by_step = tables.unbind()  # nothing below can fail
         self.capacity, self._numbers, self._tables = capacity, numbers, tables
         self.inverse_decay, self.sizes, self.roots, self.centers = by_step
         self.sums, self.powers = sums, powers
@@ -183,14 +183,10 @@ class StepHistory:
         self.base, self.steps, self.latest_inverse_decay = base, left, latest
 
     def append(self, size: float, root: float, shrink: float, middle: float) -> None:
-        """Append a step. Atomic: on error, nothing has changed.
+        """Append a step, with its weight decay factor ``shrink``. Atomic.
 
-        Args:
-            size: its step size.
-            root: the divisor of the square root in ``AdamDrift``; 1.0 for other idle updates.
-            shrink: its weight decay factor.
-            middle: the root ``center_lag`` steps after the step before; its value decides how exact
-                the sums are, not what they are.
+        ``middle`` is the root ``center_lag`` steps after the step before; its value decides how
+        exact the sums are, not what they are.
         """
         self.reserve()
         n = self.steps + 1
@@ -308,11 +304,9 @@ def catch_up_reference(
     move = _move if history.constraint is None else _move_constrained
     old_states = dict(zip(deferred.rule.state_names, states, strict=True))
     after, states, is_stale = move(missed, before, old_states, state)
-    written = list(zip(state, states, strict=True))
-    stale = int(is_stale.sum())
-    # Else leave the parameter's version as it is.
-    if stale or idle.recomputes or history.constraint is not None:
-        written.append((param, after))
+    written, stale = [*zip(state, states, strict=True), (param, after)], int(is_stale.sum())
+    if not stale and not idle.recomputes and history.constraint is None:
+        written.pop()  # the parameter keeps its version
     calls: list[Callable[[], object]] = []
     for tensor, new in written:
         new = new.to(tensor.dtype).reshape(len(there), *tensor.shape[1:])

@@ -99,10 +99,10 @@ class DeferredRows:
         last = self.last_step
         return int((torch.where(last < 0, ~last, last) < self.history.now).sum())
 
-    @property
-    def never_updated(self) -> Tensor:
-        """Which rows have never had a gradient."""
-        return self.last_step < 0
+    def _all_current(self, stored: Tensor) -> Tensor:
+        """The stored steps of rows, as they are once these rows are current."""
+        now = self.history.now
+        return torch.where((stored ^ self.initial_step) < 0, ~now, now) ^ self.initial_step
 
     def matches(self, settings: GroupSettings) -> bool:
         """Whether deferred rows may go on under these settings."""
@@ -147,7 +147,14 @@ class DeferredRows:
         If the step fails, these rows are current earlier than necessary, and that is all.
         """
         self.warn_if_modified(param)
-        self._warn_dense_reader()
+        if self.dense_reader is not None:
+            warn_once(
+                SlowWarning,
+                f"{self.dense_reader} holds a table of {self.num_rows} rows, so each call "
+                "catches up all rows (semantics='dense'), but only some got a gradient. If it "
+                "reads only those, give it a method rows_read that yields the weight and the ids "
+                "that a call reads.",
+            )
         if self.history.is_half_full:
             self._sweep(param, state, engine)
         stale = self.catch_up(param, state, rows, engine=engine)
@@ -233,16 +240,16 @@ class DeferredRows:
         if not self.history.steps:
             return 0
         self.check(param, state)
-        stale, now = 0, self.history.now
+        stale = 0
         self._sweep_position = None
         if self.has_deferred:
             rows = self._rows_to_catch_up(param)
             stale = self.catch_up(param, state, rows, engine=engine)
             if rows is not None or not param.numel():  # the other rows do not move
-                steps = torch.where(self.never_updated, ~now, now) ^ self.initial_step
+                steps = self._all_current(self.stored_steps)
                 finish((partial(self.stored_steps.copy_, steps),))
         self.history.clear()
-        self._min_step = now
+        self._min_step = self.history.now
         return stale
 
     def _rows_to_catch_up(self, param: Tensor) -> Tensor | None:
@@ -259,7 +266,7 @@ class DeferredRows:
         )
         if moves_all or file_of(param) is None:
             return self.movable_rows
-        return self.movable((~self.never_updated).nonzero().squeeze(1))
+        return self.movable((self.last_step >= 0).nonzero().squeeze(1))
 
     def _sweep(self, param: Tensor, state: list[Tensor], engine: str) -> None:
         """Catch up a few more rows, so that the oldest steps can be dropped without a long wait."""
@@ -268,10 +275,8 @@ class DeferredRows:
         device = param.device if self.movable_rows is None else self.movable_rows.device
         rows = self.movable(torch.arange(row, end, device=device))
         self.catch_up(param, state, rows, engine=engine)
-        some, now = self.stored_steps[row:end], self.history.now
-        was_never = (some ^ self.initial_step) < 0
-        # Also of rows that may not move.
-        some.copy_(torch.where(was_never, ~now, now) ^ self.initial_step)
+        some = self.stored_steps[row:end]
+        some.copy_(self._all_current(some))  # also of rows that may not move
         self._sweep_position = end, began
         if end == self.num_rows:
             self.history.drop_oldest(began)
@@ -296,16 +301,6 @@ class DeferredRows:
             "come from outdated ones. "
             "Call optimizer.catch_up() first, or optimizer.track(model, guard=True) once.",
         )
-
-    def _warn_dense_reader(self) -> None:
-        if self.dense_reader is not None:
-            warn_once(
-                SlowWarning,
-                f"{self.dense_reader} holds a table of {self.num_rows} rows, so each call "
-                "catches up all rows (semantics='dense'), but only some got a gradient. If it "
-                "reads only those, give it a method rows_read that yields the weight and the ids "
-                "that a call reads.",
-            )
 
     def check(self, param: Tensor, state: list[Tensor]) -> None:
         """Refuse a parameter or state of another shape."""
@@ -340,13 +335,13 @@ class DeferredRows:
 
     def prepare_growth(self, num_rows: int) -> Callable[[], None]:
         """Allocate for more rows, while all rows are current; the result commits the growth."""
-        never_updated = torch.ones(num_rows, dtype=torch.bool, device="cpu")
-        never_updated[: self.num_rows] = self.never_updated
         now = self.history.now
+        steps = torch.full((num_rows,), ~now, dtype=torch.int32, device="cpu")
+        steps[: self.num_rows] = self._all_current(self.stored_steps) ^ self.initial_step
         return partial(
             vars(self).update,
             num_rows=num_rows,
-            stored_steps=torch.where(never_updated, ~now, now).int(),
+            stored_steps=steps,
             initial_step=0,
             _movable_mask=None,
             _sweep_position=None,
@@ -376,10 +371,8 @@ def _fixed_hyperparams(settings: GroupSettings) -> tuple[Any, ...]:
     if settings.rule.idle_update is None:
         # A derived idle update is compared in every step.
         return settings.rule, settings.constraint
-    varying = {"lr", "lr_decay"}
-    fixed = {k: v for k, v in settings.hyperparams.items() if k not in varying}
-    ordered = tuple(sorted(fixed.items(), key=lambda item: item[0]))
-    return settings.rule.name, settings.constraint, ordered
+    fixed = {k: v for k, v in settings.hyperparams.items() if k not in ("lr", "lr_decay")}
+    return settings.rule.name, settings.constraint, fixed
 
 
 class _Pending(NamedTuple):
@@ -470,7 +463,15 @@ class StepCatchUp:
         if rows is not None and rows.param is update.key and rows.num_rows == pending.num_rows:
             state = rows.state_tensors(update.param_state)
         if rows is None or state is None:  # the parameter or its state was replaced
-            return self._new_rows(pending), 0
+            done, param_state = 0, update.param_state
+            if param_state and "step" in param_state:
+                done = update.steps_taken()
+            # State that was created in advance has seen no gradient either.
+            new = param_state is None or (update.settings.rule.counts_steps and not done)
+            rows = DeferredRows(update.settings, pending.num_rows, done, new=new)
+            rows.param = update.key
+            rows.set_mask(pending.selection)
+            return rows, 0
         is_dense, matches = pending.indices is None, rows.matches(update.settings)
         # Raises, before anything is written, if no update can be deferred under these settings.
         current = rows if matches else rows.with_settings(update.settings)
@@ -481,18 +482,6 @@ class StepCatchUp:
             stale = caught_up if is_dense else 0  # a dense gradient: all rows were read
         current.set_mask(pending.selection)
         return current, stale
-
-    @staticmethod
-    def _new_rows(pending: _Pending) -> DeferredRows:
-        update, done = pending.update, 0
-        if update.param_state and "step" in update.param_state:
-            done = update.steps_taken()
-        # State that was created in advance has seen no gradient either.
-        new = update.param_state is None or (update.settings.rule.counts_steps and not done)
-        rows = DeferredRows(update.settings, pending.num_rows, done, new=new)
-        rows.param = update.key
-        rows.set_mask(pending.selection)
-        return rows
 
 
 def replay_dense_step(

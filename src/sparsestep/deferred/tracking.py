@@ -101,38 +101,27 @@ _hooked: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that keep them c
 
 
 @assume_constant_result
-def _keep_current(module: nn.Module) -> None:
-    """Catch up all rows that a module reads now and after each step.
+def _catch_up_traced(module: nn.Module, is_exported: bool) -> None:
+    """Catch up all rows that a module reads now and, unless it is exported, after each step.
 
     Called by the compiler when it traces the module: no code of ours runs in its graph.
     """
-    for param, tracking in _tracked_params([module]):
-        tracking.optimizer.catch_up_rows(param, None)
-        _read_in_graphs[param] = True
-        if tracking.optimizer not in _hooked:
-            _hooked.add(tracking.optimizer)
-            tracking.optimizer.register_step_post_hook(_catch_up_read_in_graphs)
-
-
-@assume_constant_result
-def _make_current(module: nn.Module) -> None:
-    """Catch up all tables of a module. Called by the tracer of torch.export."""
-    for param, tracking in _tracked_params(module.modules()):
-        tracking.optimizer.catch_up_rows(param, None)
-
-
-def _tracked_params(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tracking]]:
-    for module in modules:
-        for param in own_parameters(module).values():
-            if param is not None:
-                yield from ((param, tracking) for tracking in _tracking_of(param))
+    params = module.parameters() if is_exported else own_parameters(module).values()
+    for param in params:
+        for tracking in () if param is None else _tracking_of(param):
+            optimizer = tracking.optimizer
+            optimizer.catch_up_rows(param, None)
+            if not is_exported:
+                _read_in_graphs[param] = True
+                if optimizer not in _hooked:
+                    _hooked.add(optimizer)
+                    optimizer.register_step_post_hook(_catch_up_read_in_graphs)
 
 
 def _catch_up_read_in_graphs(optimizer: Any, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param in _read_in_graphs:
-                optimizer.catch_up_rows(param, None)
+    for param in optimizer.params():
+        if param in _read_in_graphs:
+            optimizer.catch_up_rows(param, None)
 
 
 def recreated_from(optimizer_class: Any, params: Any, given: Mapping[str, Any]) -> Any:
@@ -183,15 +172,12 @@ def warn_if_tracked_elsewhere(name: str, params: Iterable[Tensor]) -> None:
         )
 
 
-CatchUpFn = Callable[[nn.Module], None]
-
-
 class ModuleHooks:
     """Overrides ``train`` and ``__getstate__`` on a module instance. Copies are not hooked."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)  # the module keeps the hooks
-        self._before: list[CatchUpFn] = []
+        self._before: list[Callable[[nn.Module], None]] = []
         self._own = {"train": self._train, "__getstate__": self._state}
         self._others = {name: vars(module)[name] for name in self._own if name in vars(module)}
 
@@ -202,7 +188,7 @@ class ModuleHooks:
         return found if isinstance(found, cls) else None
 
     @classmethod
-    def add(cls, module: nn.Module, catch_up: CatchUpFn) -> Callable[[], None]:
+    def add(cls, module: nn.Module, catch_up: Callable[[nn.Module], None]) -> Callable[[], None]:
         """Call a function before all of a module is read; returns the function that undoes it."""
         hooks = cls.of(module)
         if hooks is None:
@@ -211,7 +197,7 @@ class ModuleHooks:
         hooks._before.append(catch_up)
         return functools.partial(hooks._remove, catch_up)
 
-    def _remove(self, catch_up: CatchUpFn) -> None:
+    def _remove(self, catch_up: Callable[[nn.Module], None]) -> None:
         self._before.remove(catch_up)
         module = self._module()
         if module is not None and not self._before:
@@ -259,7 +245,7 @@ class Tracking:
     A copy of the model is current but not tracked: its weights are not this optimizer's.
     """
 
-    def __init__(self, optimizer: Any, model: nn.Module, *, guard: bool = False) -> None:
+    def __init__(self, optimizer: Any = None, model: Any = None, *, guard: bool = False) -> None:
         self.optimizer = optimizer  # None for a copy
         self._undo: list[Callable[[], None]] = []
         if optimizer is None:
@@ -315,29 +301,31 @@ class Tracking:
         if is_exporting():
             self._before_export(module)
             return
-        if hasattr(type(module), "catches_up"):  # its arguments may be no ids
+        kind, is_compiling = type(module), torch.compiler.is_compiling()
+        if hasattr(kind, "catches_up"):  # its arguments may be no ids
             return
-        if _is_in_graph(module, args, kwargs):
-            return
-        if hasattr(type(module), "rows_read"):
+        if is_compiling and hasattr(kind, "fits_graph") and module.fits_graph(*args, **kwargs):
+            return  # an operation of the graph catches up rows
+        if hasattr(kind, "rows_read"):
             if is_transforming():  # the ids are those of one sample, without values
                 self._catch_up_outside()
                 return
             reads = module.rows_read(*args, **kwargs)
-        elif torch.compiler.is_compiling() and not module.sparse:
-            _keep_current(module)  # torch's own, whose rows are rarely deferred
+        elif is_compiling and not module.sparse:
+            _catch_up_traced(module, False)  # torch's own, whose rows are rarely deferred
             return
         else:
             reads = [(module.weight, args[0] if args else kwargs.get("input"))]
-        for weight, ids in reads:
-            _uncompiled(self._catch_up_ids)(weight, ids)
+        if self.optimizer is not None:
+            for weight, ids in reads:
+                _uncompiled(_catch_up_ids)(self.optimizer, weight, ids)
 
     def _before_dense_read(self, module: nn.Module, *_: Any) -> None:
         if is_exporting():
             self._before_export(module)
             return
         if torch.compiler.is_compiling():
-            _keep_current(module)
+            _catch_up_traced(module, False)
             return
         if is_transforming():
             self._catch_up_outside()
@@ -348,7 +336,7 @@ class Tracking:
     def _before_export(self, module: nn.Module) -> None:
         """Catch up all rows: the graph has no code of ours, and its ids are not known."""
         if torch.compiler.is_dynamo_compiling():
-            _make_current(module)
+            _catch_up_traced(module, True)
         else:
             self._catch_up_outside()
 
@@ -374,10 +362,6 @@ class Tracking:
             if deferred is not None:
                 deferred.note_write(weight)
 
-    def _catch_up_ids(self, weight: Tensor, ids: Any) -> None:
-        if self.optimizer is not None:
-            _catch_up_ids(self.optimizer, weight, ids)
-
     def _catch_up(self, module: nn.Module, *_: Any) -> None:
         if self.optimizer is None:
             return
@@ -399,23 +383,16 @@ class Tracking:
             for param in self.optimizer.params():
                 if id(param) in memo:  # copied before it was current
                     memo[id(param)].copy_(param)
-        return _untracked()
+        return Tracking()
 
     def __reduce__(self) -> Any:
         if self.optimizer is not None:
             self.optimizer.catch_up()
-        return _untracked, ()
+        return Tracking, ()
 
 
 def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
-
-
-def _is_in_graph(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a lookup is an operation of a graph, which catches up rows itself."""
-    if not torch.compiler.is_compiling():
-        return False
-    return hasattr(type(module), "fits_graph") and bool(module.fits_graph(*args, **kwargs))
 
 
 def _param_aliased_by(optimizer: Any, weight: Tensor) -> Tensor:
@@ -456,10 +433,6 @@ def _check_model(optimizer: Any, model: Any, known: set[int]) -> None:
         remedy = "Was the model copied or converted after you created the optimizer?"
         got = f"a {type(model).__name__} with none of them"
         raise InputError(f"{message(requirement, got)} {remedy}")
-
-
-def _untracked() -> Tracking:
-    return Tracking(None, nn.Module())
 
 
 # The guard of ``track(model, guard=True)``

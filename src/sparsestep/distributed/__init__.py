@@ -7,8 +7,8 @@ group. Ids of any value have owners, too (``vocabulary``). ``lockstep`` keeps lo
 number of ranks can load a ``checkpoint``.
 """
 
-from sparsestep.distributed import _network
 from sparsestep.distributed._functional_optim import register
+from sparsestep.distributed._hosts import warn_about_loopback
 from sparsestep.distributed.checkpoint import async_save, consolidate, load, save
 from sparsestep.distributed.lockstep import lockstep
 from sparsestep.distributed.placement import Placement
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 # At import: the first collective that could fail is torch's own ``init_process_group``.
-_network.warn_about_loopback()
+warn_about_loopback()
 
 
 def __dir__() -> list[str]:

@@ -17,12 +17,102 @@ from torch import Tensor
 
 from sparsestep._native import ext
 from sparsestep._torch import cat, stack
-from sparsestep.distributed._ids import distinct_ids, split_by_owner, sum_duplicates, unique_ids
 from sparsestep.distributed._table import NUM_COUNTS, ShardedTable
 from sparsestep.distributed.collectives import Collectives, Messages, Sections
 from sparsestep.distributed.placement import BROADCAST_BAG_FACTOR, LENGTH_DTYPE, hash_owner
+from sparsestep.memory.tensors import HALF_DTYPES
+from sparsestep.nn.id_table import IdTable, Options
 from sparsestep.nn.lookup import Lookup, bag_lookup, check_ids, check_lookup, lookup_error
 from sparsestep.nn.vocabulary import Vocabulary, flat_ids
+
+# Ids, split by owner and without duplicates; rows of duplicates, summed
+
+
+class BagSplit(NamedTuple):
+    """Bags of ids, sorted by the ranks that own the ids."""
+
+    rows: Tensor  # each id as its owner numbers it
+    ids_per_rank: Tensor
+    order: Tensor  # which id each was; empty if not requested
+    bags: Tensor  # the bag of each part; empty if every rank gets a part of every bag
+    lengths: Tensor  # ids of each part, int32
+    parts_per_rank: Tensor
+
+
+def split_by_owner(
+    ids: Tensor,
+    offsets: Tensor | None,
+    world_size: int,
+    dtype: torch.dtype,
+    *,
+    needs_order: bool = True,
+    to_all_ranks: bool = False,
+) -> BagSplit:
+    """Split bags of ids among the owners of round-robin rows, numbered by owners in ``dtype``.
+
+    ``offsets`` are where each bag begins, and where the last one ends, int64; ``None``: one id
+    each, whose bags and lengths are left out. With ``to_all_ranks``, every rank gets a part of
+    every bag, even an empty one.
+    """
+    assert ext is not None
+    ids, count = ids.long().contiguous(), len(ids)
+    rows, counts = torch.empty(count, dtype=dtype), torch.empty(2, world_size, dtype=torch.int64)
+    order = torch.empty(count if needs_order else 0, dtype=torch.int64)
+    if offsets is None:
+        bags, lengths = order[:0], rows[:0]
+    else:
+        bags = torch.empty(0 if to_all_ranks else count, dtype=torch.int64)
+        num_lengths = world_size * (len(offsets) - 1) if to_all_ranks else count
+        lengths = torch.empty(num_lengths, dtype=torch.int32)
+    ext.split_by_owner(
+        ids,
+        None if offsets is None else offsets.contiguous(),
+        world_size,
+        rows,
+        order if needs_order else None,
+        None if offsets is None or to_all_ranks else bags,
+        None if offsets is None else lengths,
+        counts,
+    )
+    ids_per_rank, parts_per_rank = counts
+    total = int(parts_per_rank.sum())
+    return BagSplit(rows, ids_per_rank, order, bags[:total], lengths[:total], parts_per_rank)
+
+
+def unique_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Distinct ids, and the index of each id among them; all are below ``rows``."""
+    assert ext is not None
+    ids = ids.long().contiguous()
+    unique, inverse = torch.empty_like(ids), torch.empty_like(ids)
+    return unique[: ext.unique(ids, rows, unique, inverse)], inverse
+
+
+def distinct_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of ids of any value, in the order in which they appear."""
+    known = IdTable(Options(rows=len(ids) + 1, shared=1, admit=1, evict=None))
+    inverse = known.claim(ids, 1).rows - 1
+    unique = ids.new_empty(int(inverse.max()) + 1 if len(ids) else 0)
+    unique[inverse] = ids
+    return unique, inverse
+
+
+def sum_all_duplicates(requests: Sequence[tuple[Tensor, Tensor, int]]) -> list[Tensor]:
+    """Sum the rows with the same index, as ``sum_duplicates`` does, in one call where possible."""
+    sums = [values.new_zeros(count, *values.shape[1:]) for values, _, count in requests]
+    asked = [(v.detach(), inverse, s) for (v, inverse, _), s in zip(requests, sums, strict=True)]
+    if ext is not None and ext.sum_rows(asked):
+        return sums
+    return [sum_duplicates(*each) for each in requests]
+
+
+def sum_duplicates(values: Tensor, inverse: Tensor, count: int) -> Tensor:
+    """Sum the rows with the same index; half precision is rounded once."""
+    wide = values.float() if values.dtype in HALF_DTYPES else values
+    sums = wide.new_zeros(count, *wide.shape[1:])
+    return sums.index_add_(0, inverse, wide).to(values.dtype)
+
+
+# The requests of one rank
 
 
 @dataclass(slots=True)
@@ -113,7 +203,11 @@ def lookup_requests(calls: Sequence[tuple[ShardedTable, Any, Any, Any]]) -> list
     )
     if is_plain and ext is not None:
         counts = torch.empty(len(calls), world_size, dtype=torch.int64)
-        asked = [(ids.contiguous(), table.rows, table.owner) for table, ids, _, _ in calls]
+        # The owner of a whole table, or -1: its rows are on all ranks.
+        asked = [
+            (ids.contiguous(), table.rows, getattr(table.placement, "owner", -1))
+            for table, ids, _, _ in calls
+        ]
         found = ext.request_rows(asked, world_size, counts)
         if found is not None:
             return [
@@ -295,21 +389,18 @@ def exchange_ids(
 
 
 def id_sections(requests: Sequence[LookupRequest]) -> Sections:
-    return [section for each in requests for section in _sections(each)]
-
-
-def _sections(request: LookupRequest) -> Sections:
-    """The ids of a request, the lengths of bags and the weights, as they are sent."""
-    if not request.is_sent:
-        return [None] * NUM_COUNTS
-    is_sent = request.table.collectives.world_size > 1
-    ids = request.ids.to(request.id_dtype) if is_sent else request.ids
-    weights = request.per_sample_weights
-    return [
-        ids.contiguous(),
-        request.lengths,
-        None if weights is None else weights.detach().contiguous(),
-    ]
+    """The ids of requests, the lengths of bags and the weights, as they are sent."""
+    found: Sections = []
+    for each in requests:
+        ids, weights = each.ids, each.per_sample_weights
+        if not each.is_sent:
+            found += [None] * NUM_COUNTS
+            continue
+        if each.table.collectives.world_size > 1:
+            ids = ids.to(each.id_dtype)
+        weights = None if weights is None else weights.detach().contiguous()
+        found += ids.contiguous(), each.lengths, weights
+    return found
 
 
 def read_ids(

@@ -25,23 +25,13 @@ from sparsestep.distributed._handshake import (
     row_bytes,
 )
 from sparsestep.distributed.collectives import Collectives, Payload, Room
-from sparsestep.distributed.placement import (
-    MAX_WORLD_SIZE,
-    EmbeddingModule,
-    Placement,
-    table_label,
-)
-from sparsestep.distributed.wire import Codec, WireFormat, codec_for
+from sparsestep.distributed.placement import MAX_WORLD_SIZE, EmbeddingModule, Placement, table_label
+from sparsestep.distributed.wire import Codec, codec_for
 from sparsestep.engines.base import certain
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad
 from sparsestep.memory.formats import HEADER_BYTES
-from sparsestep.memory.mapped_file import (
-    copy_rows,
-    file_of,
-    has_mapped_memory,
-    open_file,
-)
+from sparsestep.memory.mapped_file import copy_rows, file_of, has_mapped_memory, open_file
 from sparsestep.nn.embedding import Embedding, EmbeddingBag
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -66,7 +56,6 @@ class ShardedTable:
         *,
         reduce: Reduction,
         order: SumOrder,
-        wire: WireFormat | None = None,
     ) -> None:
         self.name: str = placement.name
         self.index: int = index  # among the tables that were sharded together
@@ -74,7 +63,6 @@ class ShardedTable:
         self.collectives: Collectives = collectives
         self.reduce: Reduction = reduce
         self.order: SumOrder = order
-        self.wire: WireFormat | None = wire
         self.codec: Codec | None = None  # None: rows are sent unchanged
         self.rows: int = module.num_embeddings
         self.dim: int = module.embedding_dim
@@ -106,23 +94,14 @@ class ShardedTable:
         return may_merge and self.placement.is_sharded
 
     @property
-    def owner(self) -> int:
-        """The rank that owns the whole table; -1 if its rows are on all ranks."""
-        return getattr(self.placement, "owner", -1)
-
-    @property
     def id_dtype(self) -> torch.dtype:
         max_local_rows = -(-self.rows // self.row_stride)
         return torch.int32 if max_local_rows < _INT32_ROWS else torch.int64
 
     @property
-    def row_bytes(self) -> int:
-        return self.dim * self.weight.dtype.itemsize
-
-    @property
     def wire_bytes(self) -> int:
         """Bytes of a row on the wire."""
-        return self.row_bytes if self.codec is None else self.placement.wire_bytes
+        return self.dim * self.weight.itemsize if self.codec is None else self.placement.wire_bytes
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -164,11 +143,11 @@ class ShardedTable:
         if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "meta"):
             requirement = f"{who} must have an ordinary weight on the CPU"
             raise InputError(message(requirement, f"a {type(weight).__name__} on {weight.device}"))
-        ranks = self.collectives
-        self.placement.check_supported(module, who, ranks.world_size)
-        if self.placement.is_sharded and ranks.world_size > 1:
+        placement, ranks = self.placement, self.collectives
+        placement.check_supported(module, who, ranks.world_size)
+        if placement.is_sharded and ranks.world_size > 1:
             seed = self.index * MAX_WORLD_SIZE + ranks.rank
-            self.codec = codec_for(self.wire, self.dim, weight.dtype, who, seed)
+            self.codec = codec_for(placement.wire, self.dim, weight.dtype, who, seed)
 
     def _check_file(self, who: str) -> None:
         file = file_of(self.weight)
@@ -263,15 +242,14 @@ class ShardedTable:
 
     def lookup(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:
         """Look up a row per bag in the local module; without ``lengths``, each id is a bag."""
-        assert self.local is not None
-        rows: Tensor
-        if isinstance(self.local, Embedding):
-            rows = self.local(ids)
+        local: Any = self.local
+        if not self.is_bag:
+            rows: Tensor = local(ids)
         elif lengths is None:
             weights = None if weights is None else weights.unsqueeze(1)
-            rows = self.local(ids.unsqueeze(1), None, weights)
+            rows = local(ids.unsqueeze(1), None, weights)
         else:
-            rows = self.local(ids, offsets_of(lengths), weights)
+            rows = local(ids, offsets_of(lengths), weights)
         return rows
 
     def catch_up(self, rows: Tensor) -> None:
@@ -310,7 +288,6 @@ class LookupHandle:
     table: ShardedTable
     num_bags: int
     bags_per_rank: Tensor
-    is_partial: bool  # every rank received its part of each bag
     inverse: Tensor | None  # of deduplicated ids
     grad_fn: RowGradFn | None = None  # of a replicated table
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsestep._torch import stack
 from sparsestep.distributed._handshake import ExchangeKind, Facts, PeerStatus
-from sparsestep.distributed._ids import sum_all_duplicates
+from sparsestep.distributed._requests import sum_all_duplicates
 from sparsestep.distributed._table import (
     NUM_COUNTS,
     LookupHandle,
@@ -25,23 +25,12 @@ from sparsestep.distributed._table import (
     ShardedTable,
     TableGroup,
 )
-from sparsestep.distributed.collectives import (
-    Caught,
-    Collectives,
-    Messages,
-    Payload,
-    Sections,
-)
+from sparsestep.distributed.collectives import Caught, Collectives, Messages, Payload, Sections
 from sparsestep.distributed.placement import table_label
 from sparsestep.engines.base import certain
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
-from sparsestep.grads.exchange import (
-    PendingGrad,
-    dense_grad_error,
-    register,
-    source_of,
-)
+from sparsestep.grads.exchange import PendingGrad, dense_grad_error, register, source_of
 from sparsestep.grads.indexed import IndexedGrad
 
 
@@ -61,8 +50,7 @@ class ShardedGradSource(TableGroup):
     def skip_exchange(self) -> ExchangedGrads | None:
         """Remove placeholders if this rank has no gradient to send; ``None`` if it has."""
         weights = _weights(self.tables)
-        pending = [part for weight in weights for part in _pending_parts(weight.grad)]
-        if any(part.handle is not None for part in pending):
+        if any(part.handle is not None for each in weights for part in _pending_parts(each.grad)):
             return None
         skipped = ExchangedGrads(self.tables)
         for weight in weights:
@@ -94,17 +82,17 @@ class ShardedGradSource(TableGroup):
                 counts[:, : len(headers)], status.payload = headers, 1
         facts = {**facts, "frozen tables": frozen or "none"}
         peers = self.handshake(status, counts, caught.error, facts, payload)
-        none = certain(lambda: torch.zeros(world_size, dtype=torch.int64))
-        transfer = Transfer(list, none, none)
+        sent = received = certain(lambda: torch.zeros(world_size, dtype=torch.int64))
+        read: Callable[[], list[ReceivedGrad]] = list
         if any(peers["value"]):
-            transfer = self._transfer(peers, outgoing, headers, payload)
-        self.expect(transfer.sent, transfer.received, max(peers["max_bytes"]))
+            read, sent, received = self._transfer(peers, outgoing, headers, payload)
+        self.expect(sent, received, max(peers["max_bytes"]))
         if skipped is not None and not any(peers["value"]):
             skipped.is_agreed = True
             return skipped
         exchanged = ExchangedGrads(tables)
         with exchanged:
-            for index, grads in _received_grads(self, transfer.read()).items():
+            for index, grads in _received_grads(self, read()).items():
                 _assign_grad(tables[index], grads)
             for weight in _weights(tables):
                 _remove_placeholder(weight)
@@ -112,8 +100,11 @@ class ShardedGradSource(TableGroup):
 
     def _transfer(
         self, peers: PeerStatus, outgoing: OutgoingGrads, headers: Tensor, payload: Payload | None
-    ) -> Transfer:
-        """Send gradients, unless they have come with the handshake."""
+    ) -> tuple[Callable[[], list[ReceivedGrad]], Tensor, Tensor]:
+        """Send gradients, unless they have come with the handshake.
+
+        Returns a function that reads those of all ranks, and the bytes to and from each.
+        """
         world_size = self.collectives.world_size
         announced = _all_headers(self, peers, headers)
         mine = payload
@@ -127,7 +118,7 @@ class ShardedGradSource(TableGroup):
                 lambda: mine.sections, mine.sizes, announced.sizes, max(peers["max_bytes"])
             )
         sent, received = certain(lambda: (mine.sizes.sum(1), announced.sizes.sum(1)))
-        return Transfer(partial(_read_grads, announced, messages), sent, received)
+        return partial(_read_grads, announced, messages), sent, received
 
     def agree(self, error: BaseException | None, value: Tensor | None = None) -> Tensor:
         """The values of all ranks; raises on every rank if one has an error."""
@@ -178,11 +169,11 @@ class OutgoingGrad(NamedTuple):
     values: Tensor
     indices: Tensor | None = None  # of a replicated table
 
-    def header(self) -> GradHeader:
-        """Its announcement."""
+    def header(self) -> tuple[int, int, int]:
+        """The number of the lookup; of a replicated table, those of entries and their elements."""
         if self.indices is None:
-            return GradHeader(self.handle.sequence)
-        return GradHeader(self.handle.sequence, self.indices.numel(), self.values.shape[1])
+            return self.handle.sequence, -1, 0
+        return self.handle.sequence, self.indices.numel(), self.values.shape[1]
 
 
 class OutgoingGrads(NamedTuple):
@@ -217,14 +208,6 @@ class OutgoingGrads(NamedTuple):
         return Payload(some, sizes.flatten(0, 1).t().contiguous())
 
 
-class GradHeader(NamedTuple):
-    """The announcement of a gradient."""
-
-    sequence: int  # of the lookup
-    entries: int = -1  # of a replicated table
-    slot_size: int = 0
-
-
 class AnnouncedGrads(NamedTuple):
     """The gradients of all ranks, in the order of lookups."""
 
@@ -243,14 +226,6 @@ class ReceivedGrad(NamedTuple):
     indices: Tensor  # of a replicated table
     is_present: Tensor | None  # which ranks have one; None: all
     slot_size: int  # of a replicated table
-
-
-class Transfer(NamedTuple):
-    """Gradients that have come, and the bytes to and from each rank."""
-
-    read: Callable[[], list[ReceivedGrad]]
-    sent: Tensor
-    received: Tensor
 
 
 class ExchangedGrads(Caught):
@@ -290,10 +265,8 @@ def collect_pending(tables: Sequence[ShardedTable]) -> list[OutgoingGrad]:
                 continue
             values[handle] = values[handle] + rows if handle in values else rows
         for handle, rows in values.items():
-            if handle.grad_fn is not None:
-                found.append(_replicated_grad(handle, handle.grad_fn, rows))
-                continue
-            found.append(OutgoingGrad(handle, rows))
+            is_copy = handle.grad_fn is not None
+            found.append(_replicated_grad(handle, rows) if is_copy else OutgoingGrad(handle, rows))
     requests = [
         (n, (each.values, each.handle.inverse, each.handle.num_bags))
         for n, each in enumerate(found)
@@ -315,10 +288,11 @@ def _exchanged_parts(grad: Tensor) -> list[IndexedGrad]:
     return [part for part in parts if not isinstance(part, PendingGrad)]
 
 
-def _replicated_grad(handle: LookupHandle, grad_fn: Any, rows: Tensor) -> OutgoingGrad:
+def _replicated_grad(handle: LookupHandle, rows: Tensor) -> OutgoingGrad:
     """Sums per row, or every entry if the order of summation matters."""
     table = handle.table
-    (grad,) = grad_fn(rows)
+    assert handle.grad_fn is not None
+    (grad,) = handle.grad_fn(rows)
     if table.order == "global":
         grad = grad.materialize_values()
         values = grad.values.reshape(-1, grad.slot_size)
@@ -397,13 +371,12 @@ def _received_grads(
 ) -> dict[int, list[IndexedGrad]]:
     found: dict[int, list[IndexedGrad]] = {}
     for each in received:
-        if not each.served.table.has_rows:
-            found.setdefault(each.served.table.index, [])
-            continue
-        if group.collectives.world_size > 1 and each.served.table.reduce == "mean":
-            each.values.div_(group.collectives.world_size)
-        merge = _owner_grad if each.served.grad_fn is not None else _merge_replicated
-        found.setdefault(each.served.table.index, []).extend(merge(each))
+        table = each.served.table
+        parts = found.setdefault(table.index, [])
+        if table.has_rows:
+            if table.reduce == "mean" and group.collectives.world_size > 1:
+                each.values.div_(group.collectives.world_size)
+            parts += _merge_replicated(each) if each.served.grad_fn is None else _owner_grad(each)
     return found
 
 

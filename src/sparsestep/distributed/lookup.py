@@ -6,7 +6,6 @@ row for each.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -54,26 +53,32 @@ LocalRows: TypeAlias = tuple[Tensor, RowGradFn]
 
 
 def serve_lookups(
-    tables: Sequence[ShardedTable],
-    requests: Sequence[LookupRequest | IncomingLookup],
+    requests: Sequence[LookupRequest],
+    incoming: Sequence[IncomingLookup | None],
     *,
     needs_grad: bool,
 ) -> list[LocalRows]:
-    """Look up local rows, in all tables by one call of the core where it can."""
-    core_lookups: list[Lookup] = []
-    of_core: list[int] = []
-    for n, (table, each) in enumerate(zip(tables, requests, strict=True)):
+    """Look up the rows that ranks request of this one; of replicated tables, its own.
+
+    All tables are looked up by one call of the core where it can.
+    """
+    pairs: list[tuple[ShardedTable, LookupRequest | IncomingLookup]] = [
+        (own.table, theirs or own) for own, theirs in zip(requests, incoming, strict=True)
+    ]
+    core_lookups: dict[int, Lookup] = {}
+    for n, (table, each) in enumerate(pairs):
+        table.prefetch(each.ids)
         # With weights, padding has one, too, but no gradient.
         has_padding = each.per_sample_weights is not None and table.local_padding_idx >= 0
         if table.is_plain_read and each.num_bags and not has_padding:
-            core_lookups.append(_core_lookup(table, each, needs_grad=needs_grad))
-            of_core.append(n)
-    done = dict(zip(of_core, lookup.look_up(core_lookups) or (), strict=False))
+            core_lookups[n] = _core_lookup(table, each, needs_grad=needs_grad)
+    found = lookup.look_up(list(core_lookups.values())) or ()
+    done = dict(zip(core_lookups, found, strict=False))
     return [
         _from_core(table, each, done[n])
         if n in done
         else _serve_with_module(table, each, needs_grad=needs_grad)
-        for n, (table, each) in enumerate(zip(tables, requests, strict=True))
+        for n, (table, each) in enumerate(pairs)
     ]
 
 
@@ -126,20 +131,20 @@ def _serve_with_module(
         if lengths is None and request.length > 1:
             lengths = torch.full((request.num_bags,), request.length)
         output = table.lookup(ids, lengths, _detached_copy(request.per_sample_weights))
-    return output.detach(), partial(_backward_through_module, output, table.weight)
+
+    def grad_fn(rows: Tensor) -> Sequence[IndexedGrad]:
+        """The module's own gradient. The graph stays, for as long as more may come."""
+        grad: Any
+        (grad,) = torch.autograd.grad(output, table.weight, rows, retain_graph=True)
+        parts: Sequence[IndexedGrad] = grad.parts
+        return parts
+
+    return output.detach(), grad_fn
 
 
 def _detached_copy(weights: Tensor | None) -> Tensor | None:
     """A copy: the caller may overwrite its weights."""
     return None if weights is None else weights.detach().clone()
-
-
-def _backward_through_module(output: Tensor, weight: Tensor, rows: Tensor) -> Sequence[IndexedGrad]:
-    """The module's own gradient. The graph stays, for as long as more may come."""
-    grad: Any
-    (grad,) = torch.autograd.grad(output, weight, rows, retain_graph=True)
-    parts: Sequence[IndexedGrad] = grad.parts
-    return parts
 
 
 # The owner's side: rows for ids of any value
@@ -256,7 +261,7 @@ class _LookupExchange:
         if made.reply_bytes is None:
             self._payload, status.payload = Payload(id_sections(requests), own.request), _IDS
         elif all(each.table.is_plain_read and each.vocabulary is None for each in requests):
-            self._early = _serve(requests, made.incoming, needs_grad=True)
+            self._early = serve_lookups(requests, made.incoming, needs_grad=True)
             sections = _row_sections(made.incoming, self._early, requests)
             self._payload, status.payload = Payload(sections, made.reply_bytes), _ROWS
         status.prefetched, status.num_tables = made.prefetched, len(requests)
@@ -301,13 +306,17 @@ class _LookupExchange:
     def exchange_rows(self, read: Callable[[], Sequence[IncomingLookup | None]]) -> list[Tensor]:
         """Look up the rows that ranks request of this one, and send them."""
         group, requests, needs_grad = self._group, self._requests, any(self._peers["value"])
-        handles = self._new_handles()
+        handles = [
+            LookupHandle(group.sequence + n, r.table, r.num_bags, r.bags_per_rank, r.inverse)
+            for n, r in enumerate(requests)
+        ]
+        group.sequence += len(handles)
         translation = _Translation(group.collectives, requests)
         local: list[LocalRows] = []
 
         def outgoing() -> Sections:
             found = translation.rows_of(read())
-            local[:] = self._early or _serve(requests, found, needs_grad=needs_grad)
+            local[:] = self._early or serve_lookups(requests, found, needs_grad=needs_grad)
             if needs_grad:
                 _keep_served(group, handles, found, local)
             return _row_sections(found, local, requests)
@@ -327,17 +336,6 @@ class _LookupExchange:
             _set_placeholder_grad(weight)
         return found
 
-    def _new_handles(self) -> list[LookupHandle]:
-        group = self._group
-        handles = [
-            LookupHandle(
-                group.sequence + n, r.table, r.num_bags, r.bags_per_rank, r.is_partial, r.inverse
-            )
-            for n, r in enumerate(self._requests)
-        ]
-        group.sequence += len(handles)
-        return handles
-
     def _send_rows(self, outgoing: Callable[[], Sections]) -> Messages:
         """Send rows, unless they have come with the handshake."""
         theirs, own, peers = self._theirs, self._own, self._peers
@@ -348,22 +346,6 @@ class _LookupExchange:
         return self._group.collectives.all_to_all(outgoing, theirs.reply, own.reply, max_bytes)
 
 
-def _serve(
-    requests: Sequence[LookupRequest],
-    incoming: Sequence[IncomingLookup | None],
-    *,
-    needs_grad: bool,
-) -> list[LocalRows]:
-    """Look up the rows that ranks request of this one; of replicated tables, its own."""
-    tables = [each.table for each in requests]
-    local = [
-        own if theirs is None else theirs for own, theirs in zip(requests, incoming, strict=True)
-    ]
-    for table, each in zip(tables, local, strict=True):
-        table.prefetch(each.ids)
-    return serve_lookups(tables, local, needs_grad=needs_grad)
-
-
 def _keep_served(
     group: TableGroup,
     handles: Sequence[LookupHandle],
@@ -372,13 +354,14 @@ def _keep_served(
 ) -> None:
     """Keep what the gradients of served lookups need."""
     for (_, grad_fn), handle, theirs in zip(local, handles, incoming, strict=True):
-        if not handle.table.weight.requires_grad:
+        table = handle.table
+        if not table.weight.requires_grad:
             continue
+        served = ServedLookup(table, None, handle.bags_per_rank)
         if theirs is None:
             handle.grad_fn = grad_fn
-            served = ServedLookup(handle.table, None, handle.bags_per_rank)
         else:
-            served = ServedLookup(handle.table, grad_fn, theirs.bags_per_rank)
+            served = ServedLookup(table, grad_fn, theirs.bags_per_rank)
         group.served[handle.sequence] = served
 
 
@@ -418,16 +401,10 @@ def _read_rows(
 def _sum_partial_bags(pieces: Sequence[Tensor]) -> Tensor:
     """Sum over ranks, in their order; half precision is rounded once."""
     first, second, *others = pieces
-    is_half = first.dtype in HALF_DTYPES
-    total = torch.add(first.float() if is_half else first, second)
+    total = torch.add(first.float() if first.dtype in HALF_DTYPES else first, second)
     for each in others:
         total += each
     return total.to(first.dtype)
-
-
-@functools.cache
-def _placeholder(dtype: torch.dtype) -> Any:
-    return PendingGrad(None, torch.empty(0, dtype=dtype))
 
 
 def _set_placeholder_grad(weight: Tensor) -> None:
@@ -436,7 +413,8 @@ def _set_placeholder_grad(weight: Tensor) -> None:
     A GradScaler, for example, then does so on the ranks whose loss leaves the table out, too.
     """
     if weight.requires_grad and weight.grad is None:
-        weight.grad = CompactGrad.of([_placeholder(weight.dtype)], weight.shape, weight)
+        placeholder: Any = PendingGrad(None, torch.empty(0, dtype=weight.dtype))
+        weight.grad = CompactGrad.of([placeholder], weight.shape, weight)
 
 
 class _ShardedLookupFunction(torch.autograd.Function):
@@ -453,16 +431,14 @@ class _ShardedLookupFunction(torch.autograd.Function):
         return tuple(each.detach() if handle.inverse is None else each for handle, each in pairs)
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, *grads: Any) -> Any:
-        return first_derivative(_pending_grads, ctx, *grads)
-
-
-def _pending_grads(ctx: Any, *grads: Any) -> Any:
-    found: list[Any] = []
-    for handle, grad, is_needed in zip(ctx.handles, grads, ctx.needs_input_grad[2:], strict=True):
-        if grad is None or not is_needed:
-            found.append(None)
-            continue
-        pending: Any = PendingGrad(handle, unshared(grad))
-        found.append(CompactGrad.of([pending], handle.table.weight.shape, grad))
-    return None, None, *found
+        found: list[Any] = []
+        are_needed = ctx.needs_input_grad[2:]
+        for handle, grad, is_needed in zip(ctx.handles, grads, are_needed, strict=True):
+            if grad is None or not is_needed:
+                found.append(None)
+                continue
+            pending: Any = PendingGrad(handle, unshared(grad))
+            found.append(CompactGrad.of([pending], handle.table.weight.shape, grad))
+        return None, None, *found

@@ -111,10 +111,10 @@ class Plan:
             return {}
         if not isinstance(lengths, Mapping):
             check_length("Plan: lengths, for all tables or by table name,", lengths)
-            return dict.fromkeys(names, lengths)
-        for name, length in lengths.items():
+        found = by_table(lengths, names, "Plan")
+        for name, length in found.items():
             check_length(f"Plan: the length for {name!r}", length)
-        return {names[resolve_name(n, names, "Plan")]: length for n, length in lengths.items()}
+        return found
 
     def local(self, name: str, tensor: Tensor) -> Tensor:
         """Select this rank's part of a tensor that has one entry per row of a table.
@@ -134,10 +134,8 @@ class Plan:
         """
         index = resolve_name(name, [table.name for table in self._tables], "Plan.local")
         table = self._tables[index]
-        given: Any = tensor
-        got = (
-            len(given) if isinstance(given, Tensor) and given.dim() else f"a {type(given).__name__}"
-        )
+        has_rows = isinstance(tensor, Tensor) and tensor.dim() > 0
+        got = len(tensor) if has_rows else f"a {type(tensor).__name__}"
         if got != table.rows:
             requirement = f"Plan.local: a tensor for {table.name!r} must have {table.rows} rows"
             raise InputError(message(requirement, got))
@@ -171,27 +169,22 @@ class Plan:
     def __str__(self) -> str:
         heads = ["table", "rows", "dim", "kind", "where", "bytes/rank", "wire/step", "why"]
         lines = [heads, *(self._table_row(each) for each in self.placements)]
-        widths = [max(len(line[n]) for line in lines) for n in range(len(heads))]
-        right = {1, 2, 5, 6}
-        text = [
-            "  ".join(
-                cell.rjust(width) if n in right else cell.ljust(width)
-                for n, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        return "\n".join(text)
+        columns = []
+        for n, cells in enumerate(zip(*lines, strict=True)):
+            justify = str.rjust if n in (1, 2, 5, 6) else str.ljust
+            width = max(map(len, cells))
+            columns.append([justify(cell, width) for cell in cells])
+        return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
     def _table_row(self, each: Placement) -> list[str]:
         most = max(each.rows_on(rank, self.world_size) for rank in range(self.world_size))
         wire = each.bytes_per_step(self.world_size, self.batch, self.lengths.get(each.name, 1.0))
         size, sent = format_bytes(most * each.dim * each.item), format_bytes(wire)
-        sizes = [str(each.rows), str(each.dim)]
+        shape = [str(each.rows), str(each.dim)]
         name = each.name or "(the model)"
-        return [name, *sizes, each.kind, each.describe(), size, sent, each.why]
+        return [name, *shape, each.kind, each.describe(), size, sent, each.why]
 
 
 def format_bytes(size: float) -> str:
@@ -230,13 +223,13 @@ def choose_placements(
     whole = sum(cls is ByTable for cls, _ in chosen)
     load = [0] * world_size
     placements: dict[int, Placement] = {}
-    for index in sorted(range(len(tables)), key=lambda n: (-tables[n].size, n)):
+    for index in sorted(range(len(tables)), key=lambda n: -tables[n].size):
         table, (cls, why) = tables[index], chosen[index]
         owner: dict[str, Any] = {}
         if cls is ByTable and world_size > _MAX_RANKS_PER_TABLE * whole and table.name not in asked:
             cls, why = ByRow, "fewer tables than ranks"
         elif cls is ByTable:
-            owner["owner"] = min(range(world_size), key=lambda rank: (load[rank], rank))
+            owner["owner"] = load.index(min(load))
             load[owner["owner"]] += table.size
         placements[index] = cls(*table, why=why, wire=wire, **owner)
     return [placements[index] for index in range(len(tables))]
@@ -255,34 +248,28 @@ def _choose(table: TableSize, share: float, world_size: int) -> tuple[type[Place
 def _parse_plan(
     tables: Sequence[TableSize], plan: str | Mapping[str, str]
 ) -> dict[str, type[Placement]]:
+    """The placements that a plan names."""
     requirement = (
         "shard: plan must be 'auto', one of tables, rows, copy, or a dict of these by table"
     )
-    names = [each.name for each in tables]
-    if isinstance(plan, str):
-        cls = _parse_kind(plan, requirement, repr(plan))
-        return {} if cls is None else dict.fromkeys(names, cls)
-    given: Any = plan
-    if not isinstance(given, Mapping):
-        raise InputError(message(requirement, f"a {type(given).__name__}"))
+    if not isinstance(plan, str | Mapping):
+        raise InputError(message(requirement, f"a {type(plan).__name__}"))
     found = {}
-    for name, asked in given.items():
-        index = resolve_name(name, names, "shard: plan")
-        cls = _parse_kind(asked, requirement, f"{asked!r} for {name!r}")
-        if cls is not None:
-            found[names[index]] = cls
+    for name, asked in by_table(plan, [each.name for each in tables], "shard: plan").items():
+        if not isinstance(asked, str) or asked not in ("auto", *PLACEMENTS):
+            got = repr(asked) if isinstance(plan, str) else f"{asked!r} for {name!r}"
+            close = difflib.get_close_matches(str(asked), ("auto", *PLACEMENTS), n=1)
+            raise InputError(message(requirement, got, f"Use {close[0]!r}" if close else ""))
+        if asked != "auto":
+            found[name] = PLACEMENTS[asked]
     return found
 
 
-def _parse_kind(asked: object, requirement: str, got: str) -> type[Placement] | None:
-    """The placement that a plan names; ``None`` for ``"auto"``."""
-    remedy = ""
-    if isinstance(asked, str):
-        if asked == "auto" or asked in PLACEMENTS:
-            return PLACEMENTS.get(asked)
-        close = difflib.get_close_matches(asked, ("auto", *PLACEMENTS), n=1)
-        remedy = f"Use {close[0]!r}" if close else ""
-    raise InputError(message(requirement, got, remedy))
+def by_table(given: Any, names: Sequence[str], who: str) -> dict[str, Any]:
+    """What is given for each table: the same for all of them, or by name."""
+    if isinstance(given, Mapping):
+        return {names[resolve_name(name, names, who)]: each for name, each in given.items()}
+    return dict.fromkeys(names, given)
 
 
 def resolve_name(name: object, names: Sequence[str], who: str) -> int:

@@ -32,7 +32,7 @@ from sparsestep.distributed.grads import ShardedGradSource
 from sparsestep.distributed.lockstep import take_prefetched, use_hosts
 from sparsestep.distributed.lookup import sharded_lookup
 from sparsestep.distributed.placement import ByRow, Placement, table_label
-from sparsestep.distributed.plan import Plan, TableSize, choose_placements, resolve_name
+from sparsestep.distributed.plan import Plan, TableSize, by_table, choose_placements
 from sparsestep.distributed.vocabulary import share_vocabulary
 from sparsestep.distributed.wire import WireFormat, check_wire
 from sparsestep.engines.base import certain
@@ -61,7 +61,6 @@ _OPTIONS = (
     "seed",
 )
 _SAME_ARGUMENTS = "shard: all ranks must shard the same tables with the same arguments"
-_REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 
 
 class ShardedModule:
@@ -298,35 +297,26 @@ def shard(
         >>> model(torch.tensor([[3, 1, 3]])).sum().backward()
         >>> optimizer.step()
     """
+
+    def shard_together() -> Plan:
+        collectives = _new_collectives(mesh, topology)
+        sharding: _Sharding | None = None
+        facts: dict[str, str] = {}
+        with Caught() as caught:
+            sharding = _Sharding(model, collectives, plan, reduce, order, wire)
+            facts = sharding.facts()
+        try:
+            compare_facts(collectives, facts, _SAME_ARGUMENTS, caught.error)
+        except BaseException:
+            for table in () if sharding is None else sharding.tables:
+                table.discard()
+            raise
+        assert sharding is not None
+        sharding.commit()
+        return Plan(sharding.placements, collectives.world_size, tables=sharding.tables)
+
     # A rank that stops in the middle of an exchange keeps the others waiting.
-    arguments = model, mesh, plan, reduce, order, wire, topology
-    return uninterrupted(partial(_shard_together, *arguments))
-
-
-def _shard_together(
-    model: nn.Module,
-    mesh: DeviceMesh | None,
-    plan: Any,
-    reduce: Any,
-    order: Any,
-    wire: Any,
-    topology: Any,
-) -> Plan:
-    collectives = _new_collectives(mesh, topology)
-    sharding: _Sharding | None = None
-    facts: dict[str, str] = {}
-    with Caught() as caught:
-        sharding = _Sharding(model, collectives, plan, reduce, order, wire)
-        facts = sharding.facts()
-    try:
-        compare_facts(collectives, facts, _SAME_ARGUMENTS, caught.error)
-    except BaseException:
-        for table in () if sharding is None else sharding.tables:
-            table.discard()
-        raise
-    assert sharding is not None
-    sharding.commit()
-    return Plan(sharding.placements, collectives.world_size, tables=sharding.tables)
+    return uninterrupted(shard_together)
 
 
 class _Sharding:
@@ -346,10 +336,10 @@ class _Sharding:
             raise InputError(message(requirement, "an installation without it"))
         self._model, self._collectives, self._order, self._wire = model, collectives, order, wire
         self._modules = _find_tables(model)
-        sizes = []
-        for name, module in self._modules.items():
-            rows, dim = module.weight.shape
-            sizes.append(TableSize(name, rows, dim, module.weight.dtype.itemsize))
+        sizes = [
+            TableSize(name, each.num_embeddings, each.embedding_dim, each.weight.itemsize)
+            for name, each in self._modules.items()
+        ]
         check_wire(wire)
         self.placements: list[Placement] = choose_placements(
             sizes, collectives.world_size, plan, wire
@@ -368,7 +358,7 @@ class _Sharding:
         reductions = _resolve_reduce(list(self._modules), reduce)
         self.tables: list[ShardedTable] = []
         for placement, module in zip(self.placements, self._modules.values(), strict=True):
-            options: Any = {"reduce": reductions[placement.name], "order": order, "wire": wire}
+            options: Any = {"reduce": reductions[placement.name], "order": order}
             table = ShardedTable(len(self.tables), module, placement, collectives, **options)
             table.check_supported(module)
             self.tables.append(table)
@@ -393,15 +383,13 @@ class _Sharding:
             if vocabulary is None:
                 continue
             index = next(n for n, each in enumerate(modules) if each is table)
-            placement, who = self.placements[index], f"shard: {table_label(names[index])}"
-            if not isinstance(placement, ByRow):
-                if placement.why == "your plan":
+            old, who = self.placements[index], f"shard: {table_label(names[index])}"
+            if not isinstance(old, ByRow):
+                if old.why == "your plan":
                     requirement = f"{who} has a vocabulary, so its plan must be 'rows'"
-                    raise InputError(message(requirement, repr(placement.kind)))
-                size = placement.rows, placement.dim, placement.item
-                self.placements[index] = ByRow(
-                    placement.name, *size, why="has a vocabulary", wire=placement.wire
-                )
+                    raise InputError(message(requirement, repr(old.kind)))
+                why = "has a vocabulary"
+                self.placements[index] = ByRow(old.name, old.rows, old.dim, old.item, why, old.wire)
             if table.padding_idx is not None:
                 requirement = f"{who} has a vocabulary, so padding_idx must be None"
                 raise InputError(message(requirement, table.padding_idx))
@@ -478,7 +466,7 @@ class _Sharding:
         for collection in self._collections.values():
             certain(partial(_convert_collection, collection, group))
         for vocabulary, vocabulary_tables in self._vocabularies.items():
-            certain(partial(share_vocabulary, vocabulary, vocabulary_tables))
+            share_vocabulary(vocabulary, vocabulary_tables)
         certain(partial(_exclude_from_ddp, self._model, self.tables))
 
 
@@ -554,14 +542,12 @@ def _find_tables(model: nn.Module) -> dict[str, Any]:
 
 
 def _resolve_reduce(names: Sequence[str], given: Any) -> dict[str, Reduction]:
-    found: dict[str, Reduction] = dict.fromkeys(names, "mean")
-    by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
-    for name, how in by_name.items():
-        if not isinstance(how, str) or how not in _REDUCTIONS:
+    found = dict.fromkeys(names, "mean") | by_table(given, names, "shard: reduce")
+    for name, how in found.items():
+        if not isinstance(how, str) or how not in ("mean", "sum"):
             requirement = "shard: reduce must be mean or sum, for all tables or by table name"
             got = f"{how!r} for {name!r}" if isinstance(given, Mapping) else repr(how)
             raise InputError(message(requirement, got))
-        found[names[resolve_name(name, names, "shard: reduce")]] = how
     return found
 
 

@@ -264,14 +264,14 @@ class Vocabulary(nn.Module):
         return uninterrupted(partial(self._merge_together, other))
 
     def _merge_together(self, other: Vocabulary | LocalVocabulary) -> Tensor:
+        is_shared = isinstance(other, Vocabulary)
         merged: tuple[IdTable, Tensor] | None = None
         theirs, which = None, _SHARED
         with self.local.lock:
             with Caught() as caught:
-                theirs = self._snapshot_of(other)
-                which = _SHARED if isinstance(other, Vocabulary) else _digest(theirs)
-                owned = theirs
-                if not isinstance(other, Vocabulary):
+                theirs = owned = self._snapshot_of(other)
+                if not is_shared:
+                    which = _digest(theirs)
                     owned = _owned_entries(theirs, self.collectives, self.local.options.shared)
                 merged = self.local.prepare_merge(owned)
             requirement = "Vocabulary.merge: all ranks must pass the same vocabulary"
@@ -281,7 +281,7 @@ class Vocabulary(nn.Module):
             own_rows = merged[1]
             rows = certain(lambda: self._global_rows(own_rows))
             with caught:
-                if not isinstance(other, Vocabulary):
+                if not is_shared:
                     rows = self._gather_rows(theirs, rows)
             self.collectives.check(caught.error)
             self.local.id_table = merged[0]
@@ -345,7 +345,7 @@ class Vocabulary(nn.Module):
         ranks, shared, sharded = self.collectives, self.local.options.shared, self._table
         with Caught() as caught:
             sharded = self._check_table("Vocabulary.export", table)
-        size = torch.tensor([_ID_BYTES, sharded.row_bytes])
+        size = torch.tensor([_ID_BYTES, sharded.dim * sharded.weight.itemsize])
 
         def outgoing() -> Sections:
             saved = self.local.id_table.save()
@@ -420,18 +420,24 @@ def _commit_table_grow(module: Table, table: ShardedTable, rows: int) -> None:
 
 
 def share_vocabulary(vocabulary: Any, tables: Sequence[Table]) -> None:
-    """Turn an ordinary vocabulary without ids into one that ranks share; the object stays."""
-    options, is_training = vocabulary.options, vocabulary.training
-    first, *others = tables
+    """Turn an ordinary vocabulary without ids into one that ranks share; the object stays.
+
+    Ranks rely on it, so it succeeds: a call that fails for want of memory is repeated.
+    """
+    attributes = certain(partial(_shared_attributes, vocabulary, tables))
+    certain(partial(object.__setattr__, vocabulary, "__dict__", attributes))
+    certain(partial(object.__setattr__, vocabulary, "__class__", Vocabulary))
+
+
+def _shared_attributes(vocabulary: Any, tables: Sequence[Table]) -> dict[str, Any]:
+    options, (first, *others) = vocabulary.options, tables
     shared = Vocabulary(
         first, admit=options.admit, evict=options.evict, shared=options.shared, rows=options.rows
     )
     for table in others:
         shared.attach(table)
-    shared.train(is_training)
-    vocabulary.__class__ = Vocabulary
-    vars(vocabulary).clear()
-    vars(vocabulary).update(vars(shared))
+    shared.train(vocabulary.training)
+    return dict(vars(shared))
 
 
 def _owned_entries(theirs: IdTableSnapshot, ranks: Collectives, shared: int) -> IdTableSnapshot:

@@ -163,8 +163,7 @@ class CompactGrad(Tensor):
     def materialize_(self) -> Tensor:
         """Become an ordinary gradient, and return it."""
         if self.materialized is None:
-            self.become_(_to_coo(self))
-        assert self.materialized is not None
+            self.parts, self.materialized = (), _to_coo(self)
         return self.materialized
 
     def snapshot(self) -> dict[str, Any]:
@@ -176,16 +175,13 @@ class CompactGrad(Tensor):
         """Undo an exchange."""
         vars(self).update(snapshot)
 
-    def become_(self, tensor: Tensor) -> None:
-        """Become an ordinary tensor."""
-        self.parts, self.materialized = (), tensor
-
     def copy_from_(self, other: Tensor) -> None:
         """Take the values of another gradient."""
         if isinstance(other, CompactGrad) and not other.is_materialized:
             self.replace_parts(other.parts)
         else:
-            self.become_(materialize(other).detach().to(self.dtype, copy=True))
+            tensor = materialize(other).detach().to(self.dtype, copy=True)
+            self.parts, self.materialized = (), tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # Printing a gradient does not materialize it.
@@ -215,12 +211,12 @@ class CompactGrad(Tensor):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a backward() in a function that is compiled
             return torch.compiler.disable(cls.__torch_dispatch__)(func, types, args, kwargs)
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            result = handler(*args, **(kwargs or {}))
+        handler, kwargs = _HANDLERS.get(getattr(func, "overloadpacket", None)), kwargs or {}
+        if handler is not None and "out" not in kwargs:
+            result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        return _call_materialized(func, args, kwargs or {})
+        return _call_materialized(func, args, kwargs)
 
 
 if ext is not None:
@@ -366,28 +362,36 @@ def _is_real_scalar(factor: object) -> bool:
     return isinstance(factor, int | float)
 
 
-def _elementwise(operation: Callable[..., Tensor], *, in_place: bool) -> Callable[..., Any]:
+def _elementwise(operation: Callable[..., Tensor]) -> Callable[..., Any]:
     """Handler of an operation with a number, which is applied to the values of the parts."""
 
-    def run(grad: Any, *factors: Any) -> Any:
-        if not isinstance(grad, CompactGrad):  # number * gradient
-            if in_place or not _is_real_scalar(grad) or operation is not torch.mul:
-                return NotImplemented
+    def run(grad: Any, *factors: Any, **options: Any) -> Any:
+        if operation is torch.mul and _is_real_scalar(grad):  # number * gradient
             grad, factors = factors[0], (grad,)
-        if grad.is_materialized or not all(map(_is_real_scalar, factors)):
+        if grad.is_materialized or options or not all(map(_is_real_scalar, factors)):
             return NotImplemented
         parts = tuple(p._replace(values=operation(p.values, *factors)) for p in grad.parts)
-        if any(part.values.dtype != grad.dtype for part in parts):
-            return NotImplemented
-        if not in_place:
-            return _like(grad, parts)
-        grad.replace_parts(parts)
+        is_alike = all(part.values.dtype == grad.dtype for part in parts)
+        return _like(grad, parts) if is_alike else NotImplemented
+
+    return run
+
+
+def _in_place(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Handler of the operation in place: the gradient becomes the result."""
+
+    def run(grad: Any, *args: Any, **options: Any) -> Any:
+        found = handler(grad, *args, **options) if isinstance(grad, CompactGrad) else NotImplemented
+        if found is NotImplemented:
+            return found
+        is_compact = isinstance(found, CompactGrad)
+        grad.parts, grad.materialized = (found.parts, None) if is_compact else ((), found)
         return grad
 
     return run
 
 
-def _add(first: Any, second: Any, *, alpha: Any = 1) -> Any:
+def _add(first: Any, second: Any, alpha: Any = 1) -> Any:
     """The sum of two gradients: compact or dense."""
     if not isinstance(second, Tensor) or first.shape != second.shape or alpha != 1:
         return NotImplemented
@@ -399,22 +403,6 @@ def _add(first: Any, second: Any, *, alpha: Any = 1) -> Any:
         raise dense_grad_error()
     first, second = materialize(first), materialize(second)
     return second + first if first.is_sparse else first + second  # torch has dense + sparse only
-
-
-def _add_(first: Any, second: Any, *, alpha: Any = 1) -> Any:
-    is_compact = all(isinstance(g, CompactGrad) and g.materialized is None for g in (first, second))
-    is_alike = is_compact and first.shape == second.shape and first.dtype == second.dtype
-    if is_alike and alpha == 1:
-        first.replace_parts(first.parts + second.parts)
-        return first
-    total = _add(first, second, alpha=alpha) if isinstance(first, CompactGrad) else NotImplemented
-    if total is NotImplemented:
-        return NotImplemented
-    if isinstance(total, CompactGrad):
-        first.replace_parts(total.parts)
-    else:
-        first.become_(total)
-    return first
 
 
 # Handlers for torch's clipping, and other code that clips as torch does. Norms and bounds are of
@@ -505,79 +493,53 @@ def _clamp(grad: Any, low: Any = None, high: Any = None) -> Any:
     return NotImplemented if parts is None else clamp_sums(_like(grad, parts), low, high)
 
 
-def _clamp_(grad: Any, low: Any = None, high: Any = None) -> Any:
-    found = _clamp(grad, low, high)
-    if found is NotImplemented:
-        return NotImplemented
-    grad.copy_from_(found)
-    return grad
-
-
 def _unscale_(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """Handler for GradScaler, which reads every value: all gradients are materialized."""
     strided = [coo_values(grad) if grad.is_sparse else materialize(grad) for grad in tensors]
     foreach_unscale_(strided, found_inf, inverse_scale)
 
 
-_aten = torch.ops.aten
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: _detach,
-    _aten.alias.default: _detach,
-    _aten.clone.default: _clone,
-    _aten.new_empty_strided.default: _new_empty,
-    _aten.copy_.default: _copy,
-    _aten.zero_.default: _zero,
-    _aten.mul.Tensor: _elementwise(torch.mul, in_place=False),
-    _aten.mul.Scalar: _elementwise(torch.mul, in_place=False),
-    _aten.mul_.Tensor: _elementwise(torch.mul, in_place=True),
-    _aten.mul_.Scalar: _elementwise(torch.mul, in_place=True),
-    _aten.div.Tensor: _elementwise(torch.div, in_place=False),
-    _aten.div.Scalar: _elementwise(torch.div, in_place=False),
-    _aten.div_.Tensor: _elementwise(torch.div, in_place=True),
-    _aten.div_.Scalar: _elementwise(torch.div, in_place=True),
-    _aten.neg.default: _elementwise(torch.neg, in_place=False),
-    _aten.neg_.default: _elementwise(torch.neg, in_place=True),
-    _aten.add.Tensor: _add,
-    _aten.add_.Tensor: _add_,
-    _aten.linalg_vector_norm.default: _norm,
-    _aten.clamp.default: _clamp,
-    _aten.clamp_.default: _clamp_,
-    _aten.clamp_min.default: _clamp,
-    _aten.clamp_min_.default: _clamp_,
-    _aten.clamp_max.default: lambda grad, high: _clamp(grad, None, high),
-    _aten.clamp_max_.default: lambda grad, high: _clamp_(grad, None, high),
-    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
-}
+def _vector_norm(grad: Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    return torch.linalg.vector_norm(grad, ord, dtype=dtype)
 
 
-# Torch's _foreach functions: one tensor after the other
-
-
-def _foreach(operation: Callable[..., Any], *, in_place: bool = False) -> Callable[..., Any]:
+def _foreach(name: str) -> Callable[..., Any]:
     """Handler of an operation on lists, some of which are compact; in place, it returns None."""
+    operation = _vector_norm if name == "norm" else getattr(Tensor, name)
 
     def run(tensors: Sequence[Tensor], *others: Any, **options: Any) -> Any:
         columns = [o if isinstance(o, list | tuple) else [o] * len(tensors) for o in others]
         found = [operation(*row, **options) for row in zip(tensors, *columns, strict=True)]
-        return None if in_place else found
+        return None if name.endswith("_") else found
 
     return run
 
 
-def _register_foreach(name: str, handler: Callable[..., Any]) -> None:
-    """Register a handler for every overload of torch's ``_foreach`` function of that name."""
-    packet = getattr(_aten, f"_foreach_{name}", None)  # some releases of torch lack it
-    for overload in packet.overloads() if packet is not None else ():
-        if not overload.endswith("out"):
-            _HANDLERS[getattr(packet, overload)] = handler
-
-
-for _name in ("add", "mul", "div", "neg", "clamp_min", "clamp_max"):
-    _register_foreach(_name, _foreach(getattr(torch, _name)))
-    _register_foreach(f"{_name}_", _foreach(getattr(Tensor, f"{_name}_"), in_place=True))
-for _name in ("zero_", "copy_"):
-    _register_foreach(_name, _foreach(getattr(Tensor, _name), in_place=True))
-_register_foreach(
-    "norm",
-    _foreach(lambda grad, ord=2, dtype=None: torch.linalg.vector_norm(grad, ord, dtype=dtype)),
-)
+_aten = torch.ops.aten
+_HANDLERS: dict[Any, Callable[..., Any]] = {  # of all overloads
+    _aten.detach: _detach,
+    _aten.alias: _detach,
+    _aten.clone: _clone,
+    _aten.new_empty_strided: _new_empty,
+    _aten.copy_: _copy,
+    _aten.zero_: _zero,
+    _aten.linalg_vector_norm: _norm,
+    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale_,
+}
+_operators: dict[str, Callable[..., Any]] = {
+    "add": _add,
+    "mul": _elementwise(torch.mul),
+    "div": _elementwise(torch.div),
+    "neg": _elementwise(torch.neg),
+    "clamp": _clamp,
+    "clamp_min": _clamp,
+    "clamp_max": lambda grad, high: _clamp(grad, None, high),
+}
+for _name, _handler in _operators.items():
+    _HANDLERS[getattr(_aten, _name)] = _handler
+    _HANDLERS[getattr(_aten, f"{_name}_")] = _in_place(_handler)
+_IN_LISTS = """
+    add mul div neg clamp_min clamp_max add_ mul_ div_ neg_ clamp_min_ clamp_max_ zero_ copy_ norm
+"""
+for _name in _IN_LISTS.split():
+    _HANDLERS[getattr(_aten, f"_foreach_{_name}")] = _foreach(_name)

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def lock_holder(descriptor: int) -> str:
 # Files and their names
 
 
-def checked_path(who: str, path: Any) -> str:
+def checked_path(who: str, path: Any) -> Path:
     """Return a path that a user names; an empty one would be the current folder."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise InputError(message(f"{who}: path must be a str or os.PathLike", repr(path)))
@@ -127,7 +128,7 @@ def checked_path(who: str, path: Any) -> str:
         raise InputError(message(f"{who}: path must not contain null characters", repr(path)))
     if not found:
         raise InputError(message(f"{who}: path must not be empty", repr(path)))
-    return found
+    return Path(found)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from sparsestep.memory.tensors import out_of_range
 _SMALL_BYTES = 1 << 20
 
 
+@torch.inference_mode(False)  # later steps write to it
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that the operating system provides page by page, on first touch.
 
@@ -37,7 +38,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
         raise MemoryError(message(requirement, os.strerror(errno.ENOMEM), remedy)) from None
 
 
-@torch.inference_mode(False)  # later steps write to it
+@torch.inference_mode(False)
 def full(shape: torch.Size, value: complex, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Like ``zeros``, for any initial value; only zero is lazy."""
     if value == 0:

@@ -128,7 +128,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             self.names = [_checked_name(name) for name in tables]
             tables = list(tables.values())
         elif not isinstance(tables, Iterable):
-            raise self._refusal("tables must be a list or a dict", type(tables).__name__)
+            raise _error("tables must be a list or a dict", type(tables).__name__)
         made = [
             _table(place if self.names is None else self.names[place], each, options)
             for place, each in enumerate(tables)
@@ -150,11 +150,11 @@ class EmbeddingBagCollection(torch.nn.Module):
         for key, vocabulary in given.items():
             table: Any = tables.get(str(key))
             if table is None:
-                raise self._refusal("vocabularies must have the tables' names as keys", repr(key))
+                raise _error("vocabularies must have the tables' names as keys", repr(key))
             if not isinstance(vocabulary, Vocabulary) or vocabulary.rows > table.num_embeddings:
                 requirement = f"the vocabulary of {str(key)!r} must be a Vocabulary with at most"
                 got = getattr(vocabulary, "rows", f"a {type(vocabulary).__name__}")
-                raise self._refusal(f"{requirement} {table.num_embeddings} rows", got)
+                raise _error(f"{requirement} {table.num_embeddings} rows", got)
             found[str(key)] = vocabulary
         return found
 
@@ -282,7 +282,7 @@ class EmbeddingBagCollection(torch.nn.Module):
             begins = [None] * len(self.tables)
             if offsets is not None:
                 requirement = "ids in one tensor are bags of equal length: offsets must be None"
-                raise self._refusal(requirement, "offsets")
+                raise _error(requirement, "offsets")
             ids = self._split_columns("inputs", inputs)
             weights = (
                 begins if factors is None else self._split_columns("per_sample_weights", factors)
@@ -299,7 +299,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         """The ids, offsets and weights of a ``KeyedJaggedTensor``, in lists."""
         if offsets is not None or factors is not None:
             requirement = "a KeyedJaggedTensor has its own: offsets and per_sample_weights must be"
-            raise self._refusal(f"{requirement} None", "others")
+            raise _error(f"{requirement} None", "others")
         by_key = inputs.to_dict()
         # Like TorchRec's collections, leave out features without a table.
         known = {key: by_key[key] for key in self.names or by_key if key in by_key}
@@ -318,7 +318,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         if not isinstance(tensor, Tensor) or tensor.dim() not in (2, 3) or tensor.shape[1] != count:
             got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             requirement = f"{name} in one tensor must be [batch, {count}] or [batch, {count}, k]"
-            raise self._refusal(requirement, got)
+            raise _error(requirement, got)
         if tensor.dim() == 2:
             tensor = tensor.unsqueeze(2)
         return list(tensor.movedim(1, 0).contiguous())
@@ -334,19 +334,15 @@ class EmbeddingBagCollection(torch.nn.Module):
             missing = [] if optional else [key for key in self.names if key not in given]
             if unknown or missing:
                 got = f"no {missing[0]!r}" if missing else f"{unknown[0]!r}"
-                raise self._refusal(f"{name} must have the tables' names as keys", got)
+                raise _error(f"{name} must have the tables' names as keys", got)
             return [given.get(key) for key in self.names]
         if not isinstance(given, list | tuple) or len(given) != count:
             kinds = "a list" if self.names is None else "a list or a dict"
             got = type(given).__name__
             if isinstance(given, list | tuple):
                 got = f"{len(given)} of them"
-            raise self._refusal(f"{name} must be {kinds} with one for each of {count} tables", got)
+            raise _error(f"{name} must be {kinds} with one for each of {count} tables", got)
         return list(given)
-
-    @staticmethod
-    def _refusal(requirement: str, got: object) -> InputError:
-        return InputError(f"EmbeddingBagCollection: {message(requirement, got)}")
 
 
 def _translate(collection: Any, arguments: Any, options: Any) -> Any:
@@ -364,7 +360,7 @@ def _checked_name(name: object) -> str:
         requirement = (
             "a table's name must be a string without dots that is not an attribute of nn.ModuleDict"
         )
-        raise InputError(f"EmbeddingBagCollection: {message(requirement, repr(name))}")
+        raise _error(requirement, repr(name))
     return name
 
 
@@ -376,12 +372,14 @@ def _table(place: str | int, given: Any, options: dict[str, Any]) -> EmbeddingBa
     if reason is not None or not isinstance(table, torch.nn.EmbeddingBag):
         requirement = f"table {place!r} must be (num_embeddings, embedding_dim) or an EmbeddingBag"
         got = given if isinstance(given, Sequence) else f"a {type(given).__name__}"
-        raise InputError(
-            f"EmbeddingBagCollection: {message(requirement, f'{got}: {reason}' if reason else got)}"
-        )
+        raise _error(requirement, f"{got}: {reason}" if reason else got)
     if not isinstance(table, EmbeddingBag):
         fuse_module(table, str(place))
     named = cast(EmbeddingBag, table)
     if not named.name:
         named.name = str(place)
     return named
+
+
+def _error(requirement: str, got: object) -> InputError:
+    return InputError(f"EmbeddingBagCollection: {message(requirement, got)}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.types import Device
 
 from sparsestep.nn.graph import embed_in_graph, fit_graph
-from sparsestep.nn.interop import replaced_in_graphs, scripted_as
+from sparsestep.nn.interop import replaced_in_graphs
 from sparsestep.nn.lookup import bag_lookup, embed, row_lookup
 
 Mode: TypeAlias = Literal["sum", "mean", "max"]
@@ -90,7 +90,6 @@ class Embedding(torch.nn.Embedding):
         return ", ".join(filter(None, (super().extra_repr(), "fused=True")))
 
     @replaced_in_graphs
-    @scripted_as(torch.nn.Embedding.forward)
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows.
 
@@ -191,7 +190,6 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
         return ", ".join(filter(None, (super().extra_repr(), "fused=True")))
 
     @replaced_in_graphs
-    @scripted_as(torch.nn.EmbeddingBag.forward)
     def forward(
         self,
         input: Tensor,
@@ -221,3 +219,8 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
     def forward_in_graph(self, *args: Any, **kwargs: Any) -> Tensor:
         """Look up as an operation of a graph."""
         return embed_in_graph([bag_lookup(self, *args, **kwargs)])[0]
+
+
+# What torch.jit.script compiles, with the globals of ``interop``.
+Embedding.forward.__wrapped__ = torch.nn.Embedding.forward  # type: ignore[attr-defined]
+EmbeddingBag.forward.__wrapped__ = torch.nn.EmbeddingBag.forward  # type: ignore[attr-defined]

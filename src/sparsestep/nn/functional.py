@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsestep._torch import call_forward_pre_hooks
-from sparsestep.deferred.tracking import catch_up_guarded
 from sparsestep.errors import InputError, message
 from sparsestep.grads.compact import CompactGrad
 from sparsestep.grads.exchange import source_of
@@ -16,15 +15,11 @@ from sparsestep.nn.embedding import Embedding, EmbeddingBag
 from sparsestep.nn.interop import excluded_from_compile, materialize_for_ddp, uses_torch_ops
 from sparsestep.nn.lookup import (
     DOT,
-    SUM,
     Lookup,
-    LookupResult,
-    SavedTable,
     check_ids,
     embed,
     first_derivative,
     grad_of_ids,
-    look_up,
     look_up_checked,
     row_lookup,
 )
@@ -141,55 +136,11 @@ def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
         return (rows.view(count, *[1] * (ids.dim() - 1), dim) * found).sum(-1)
     if isinstance(right, nn.Module):
         call_forward_pre_hooks(right, ids)
-    materialize_for_ddp([weight])
-    return _RowsDot.apply(rows, weight, ids, table)  # type: ignore[no-any-return]
-
-
-class _RowsDot(torch.autograd.Function):
-    """Dot products of given rows and rows of a table."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ids: Tensor, table: Any) -> Tensor:
-        memory, ids = catch_up_guarded(weight, ids), ids.contiguous()
-        rows = rows.detach().contiguous()
-        bags = ids if ids.dim() > 1 else ids.unsqueeze(1)
-        lookup = Lookup(memory, bags, None, False, rows, DOT, -1, True)
-        found = look_up([lookup])
-        if found is None:
-            output = (memory[bags] * rows.unsqueeze(1)).sum(-1)
-            result = LookupResult(output, ids.reshape(-1).long(), lookup.bag_index())
-        else:
-            result = found[0]
-        ctx.options = weight.shape, table
-        ctx.weight = SavedTable(weight)
-        # The ids are saved even if they are not used: they must not change before backward.
-        ctx.save_for_backward(rows, ids, result.indices, result.value_index)
-        return result.output.view(ids.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return first_derivative(_backward, ctx, grad)
-
-
-def _backward(ctx: Any, grad: Tensor) -> Any:
-    rows, ids, indices, value_index = ctx.saved_tensors
-    (shape, table), weight = ctx.options, ctx.weight.memory()
-    grad = grad.contiguous()
-    rows_grad = weight_grad = None
-    if ctx.needs_input_grad[0]:
-        bags = ids if ids.dim() > 1 else ids.unsqueeze(1)
-        factors = grad.view(bags.shape)
-        found = look_up([Lookup(weight, bags, None, False, factors, SUM, -1, False)])
-        if found is None:
-            rows_grad = (weight[bags] * factors.unsqueeze(-1)).sum(1)
-        else:
-            rows_grad = found[0].output
-    if ctx.needs_input_grad[1]:
-        padding_idx = -1 if table.padding_idx is None else table.padding_idx
-        options = padding_idx, table.scale_grad_by_freq
-        part = grad_of_ids(shape, indices, rows, value_index, grad.reshape(-1), *options)
-        weight_grad = CompactGrad.of([part], shape, grad)
-    return rows_grad, weight_grad, None, None
+    bags = (ids if ids.dim() > 1 else ids.unsqueeze(1)).contiguous()
+    rows = rows.contiguous()
+    needs_grad = weight.requires_grad and torch.is_grad_enabled()
+    lookup = Lookup(weight, bags, None, False, rows, DOT, -1, needs_grad, table)
+    return embed([lookup])[0].view(ids.shape)
 
 
 _FORWARDS = {cls.forward for cls in (Embedding, EmbeddingBag, nn.Embedding, nn.EmbeddingBag)}
@@ -279,14 +230,11 @@ class _L2(torch.autograd.Function):
         return (torch.view_as_real(rows) if rows.is_complex() else rows).square().sum()
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return first_derivative(_l2_backward, ctx, grad)
-
-
-def _l2_backward(ctx: Any, grad: Tensor) -> Any:
-    ids, rows = ctx.saved_tensors
-    part = grad_of_ids(ctx.shape, ids.long(), rows * (2 * grad))
-    return CompactGrad.of([part], ctx.shape, rows), None, None
+        ids, rows = ctx.saved_tensors
+        part = grad_of_ids(ctx.shape, ids.long(), rows * (2 * grad))
+        return CompactGrad.of([part], ctx.shape, rows), None, None
 
 
 def _check_l2_weights(weights: Any, ids: Tensor) -> None:

@@ -370,9 +370,9 @@ def optimizer_for(
         made = _with_tables(make, args, options, made, tables, groups)
     if untied or not tied:
         fuse(model, only=lambda _, table: id(table.weight) not in tied)
-    for key, (weight, name) in tied.items():
+    for weight, name in tied.values():
         reason = f"tied to {name}: dense gradient, every row is updated."
-        made.dense_embeddings[key] = (weight, reason)
+        made.dense_embeddings[weight] = reason
     if made.semantics == "dense":
         made.track(model)
     return made

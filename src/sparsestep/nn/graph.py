@@ -82,12 +82,9 @@ class _Link(torch.autograd.Function):
         return key.clone()
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return first_derivative(_take, ctx, grad)
-
-
-def _take(ctx: Any, grad: Tensor) -> Any:
-    return ctx.inbox.take(), None, None
+        return ctx.inbox.take(), None, None
 
 
 _inboxes: WeakValueDictionary[int, _Inbox] = WeakValueDictionary()
@@ -217,11 +214,17 @@ def embed_in_graph(lookups: Sequence[Lookup], *, has_filler: bool = False) -> li
     """Look up all tables, as an operation. ``has_filler``: there are more ids than in the bags."""
     options: list[int] = []
     for lookup in lookups:
-        by_freq = lookup.table.scale_grad_by_freq
-        options += (lookup.mode, lookup.padding_idx, int(lookup.include_last_offset))
-        has_factors = lookup.per_sample_weights is not None
-        options += (int(by_freq), int(lookup.needs_grad), int(lookup.offsets is not None))
-        options += (int(has_factors), int(has_filler))
+        option = _Options(
+            lookup.mode,
+            lookup.padding_idx,
+            lookup.include_last_offset,
+            lookup.table.scale_grad_by_freq,
+            lookup.needs_grad,
+            lookup.offsets is not None,
+            lookup.per_sample_weights is not None,
+            has_filler,
+        )
+        options += map(int, option)
     anchors = [lookup.table.graph_anchor for lookup in lookups]
     found: list[Tensor] = torch.ops.sparsestep.embed(
         [lookup.weight for lookup in lookups],
@@ -260,10 +263,16 @@ class _Options(NamedTuple):
         return map(cls._make, zip(*[iter(flat)] * len(cls._fields), strict=True))
 
 
-def _spread(given: Iterable[Tensor], has: Iterable[int]) -> list[Tensor | None]:
-    """The tensor of each lookup, None where it has none."""
-    left = iter(given)
-    return [next(left) if each else None for each in has]
+def _by_lookup(
+    weights: Any, anchors: Any, ids: Any, offsets: Any, factors: Any, options: Any, _: int
+) -> Iterator[tuple[Any, ...]]:
+    """The arguments of each lookup; not all have offsets and per_sample_weights."""
+    starts, factors = iter(offsets), iter(factors)
+    for weight, anchor, each, option in zip(
+        weights, anchors, ids, _Options.unpack(options), strict=True
+    ):
+        start = next(starts) if option.has_offsets else None
+        yield weight, anchor, each, start, next(factors) if option.has_factors else None, option
 
 
 def _lookup(
@@ -284,82 +293,51 @@ def _lookup(
     )
 
 
-def _embed(
-    weights: Sequence[Tensor],
-    anchors: Sequence[Tensor],
-    ids: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    per_sample_weights: Sequence[Tensor],
-    options: Sequence[int],
-    call_number: int,
-) -> list[Tensor]:
-    lookups, unpacked = [], list(_Options.unpack(options))
-    starts = _spread(offsets, (option.has_offsets for option in unpacked))
-    factors = _spread(per_sample_weights, (option.has_factors for option in unpacked))
-    arguments = zip(weights, anchors, ids, starts, factors, unpacked, strict=True)
-    for weight, anchor, each_ids, start, factor, option in arguments:
+def _embed(*call: Any) -> list[Tensor]:
+    lookups, options = [], []
+    for weight, anchor, ids, offsets, factors, option in _by_lookup(*call):
         table: Any = _inboxes[int(anchor)].table()
-        lookups.append(_lookup(weight.detach(), each_ids, start, factor, option, table))
-    for lookup, option in zip(lookups, unpacked, strict=True):
-        catch_up_tracked(lookup.table.weight, lookup.ids)
+        lookup = _lookup(weight.detach(), ids, offsets, factors, option, table)
+        catch_up_tracked(table.weight, lookup.ids)
         if option.needs_grad:
-            materialize_for_ddp([lookup.table.weight])
+            materialize_for_ddp([table.weight])
+        lookups.append(lookup)
+        options.append(option)
     results = look_up_checked(lookups)
     extras: list[Tensor] = []
-    for result, option in zip(results, unpacked, strict=True):
+    for result, option in zip(results, options, strict=True):
         kept = (result.bag_sizes, result.max_index)[: option.num_extras]
         extras += [tensor.long() for tensor in kept if tensor is not None]
     return [*[result.output for result in results], *extras]
 
 
-def _fake_embed(
-    weights: Sequence[Tensor],
-    anchors: Sequence[Tensor],
-    ids: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    per_sample_weights: Sequence[Tensor],
-    options: Sequence[int],
-    call_number: int,
-) -> list[Tensor]:
-    outputs, extras, left = [], [], iter(offsets)
-    for weight, i, option in zip(weights, ids, _Options.unpack(options), strict=True):
+def _fake_embed(*call: Any) -> list[Tensor]:
+    outputs, extras = [], []
+    for weight, _, ids, offsets, _, option in _by_lookup(*call):
         dim = weight.shape[1]
         if option.mode == ROWS:
-            outputs.append(weight.new_empty((*i.shape, dim)))
+            outputs.append(weight.new_empty((*ids.shape, dim)))
             continue
-        bags = i.shape[0]
-        if option.has_offsets:
-            bags = next(left).shape[0] - option.include_last_offset
+        bags = ids.shape[0] if offsets is None else offsets.shape[0] - option.include_last_offset
         outputs.append(weight.new_empty((bags, dim)))
         shapes = [(bags,), (bags, dim)][: option.num_extras]
         extras += [weight.new_empty(shape, dtype=torch.int64) for shape in shapes]
     return [*outputs, *extras]
 
 
-def _embed_backward(
-    weights: Sequence[Tensor | None],
-    anchors: Sequence[Tensor],
-    ids: Sequence[Tensor],
-    offsets: Sequence[Tensor | None],
-    per_sample_weights: Sequence[Tensor | None],
-    extras: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    num_rows: Sequence[int],
-    options: Sequence[int],
-    call_number: int,
-) -> list[Tensor]:
+def _embed_backward(*arguments: Any) -> list[Tensor]:
     """Put the gradients of weights into inboxes; return those of anchors and per_sample_weights.
 
     Those of outputs are None if there are none; weights, if per_sample_weights need no gradient.
     """
+    *call, extras, grads, num_rows = arguments
     found, left = [], list(extras)
-    tables = zip(weights, ids, offsets, per_sample_weights, _Options.unpack(options), strict=True)
-    for number, (weight, each_ids, start, factor, option) in enumerate(tables):
-        grad, anchor = grads[number], anchors[number]
+    for grad, rows, each in zip(grads, num_rows, _by_lookup(*call), strict=True):
+        weight, anchor, ids, offsets, factors, option = each
         kept: list[Any] = [left.pop(0) for _ in range(option.num_extras)]
         if grad is None:
             continue
-        lookup = _lookup(weight, each_ids, start, factor, option, option)
+        lookup = _lookup(weight, ids, offsets, factors, option, option)
         if option.needs_grad:
             if lookup.mode != MEAN:  # the graph may use the memory again
                 values = grad.clone(memory_format=torch.contiguous_format)
@@ -367,7 +345,7 @@ def _embed_backward(
                 values = grad
             sizes, max_index, *_ = *kept, None, None
             result = LookupResult(values, None, None, max_index, sizes)
-            shape = torch.Size((num_rows[number], grad.shape[-1]))
+            shape = torch.Size((rows, grad.shape[-1]))
             _inboxes[int(anchor)].put(weight_grad(shape, lookup, result, values), shape)
             found.append(torch.zeros_like(anchor))
         if weight is not None:
@@ -375,67 +353,46 @@ def _embed_backward(
     return found
 
 
-def _fake_embed_backward(
-    weights: Sequence[Tensor | None],
-    anchors: Sequence[Tensor],
-    ids: Sequence[Tensor],
-    offsets: Sequence[Tensor | None],
-    per_sample_weights: Sequence[Tensor | None],
-    extras: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    num_rows: Sequence[int],
-    options: Sequence[int],
-    call_number: int,
-) -> list[Tensor]:
+def _fake_embed_backward(*arguments: Any) -> list[Tensor]:
+    *call, _, grads, _ = arguments
     found = []
-    for number, option in enumerate(_Options.unpack(options)):
-        if grads[number] is not None:
-            if option.needs_grad:
-                found.append(torch.empty_like(anchors[number]))
-            if weights[number] is not None:
-                factors = per_sample_weights[number]
-                assert factors is not None
-                found.append(torch.empty_like(factors, memory_format=torch.contiguous_format))
+    for grad, each in zip(grads, _by_lookup(*call), strict=True):
+        weight, anchor, _, _, factors, option = each
+        if grad is not None and option.needs_grad:
+            found.append(torch.empty_like(anchor))
+        if grad is not None and weight is not None:
+            found.append(torch.empty_like(factors, memory_format=torch.contiguous_format))
     return found
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    weights, anchors, ids, offsets, per_sample_weights, options, call_number = inputs
+    weights, *tensors, options, call_number = inputs
     ctx.set_materialize_grads(False)
-    ctx.options, ctx.call_number = options, call_number
+    ctx.options = options, call_number
     ctx.num_rows = [len(weight) for weight in weights]
-    unpacked = list(_Options.unpack(options))
-    starts = _spread(offsets, (option.has_offsets for option in unpacked))
-    factors = _spread(per_sample_weights, (option.has_factors for option in unpacked))
     used = [
-        weight if each is not None and each.requires_grad else None
-        for weight, each in zip(weights, factors, strict=True)
+        weight if factors is not None and factors.requires_grad else None
+        for weight, _, _, _, factors, _ in _by_lookup(*inputs)
     ]
-    extras = output[len(weights) :]
-    ctx.save_for_backward(*used, *anchors, *ids, *starts, *factors, *extras)
+    ctx.sizes = [len(each) for each in inputs[:5]]
+    ctx.save_for_backward(*used, *itertools.chain(*tensors), *output[len(weights) :])
 
 
 def _autograd(ctx: Any, grads: list[Tensor | None]) -> Any:
-    count = len(ctx.num_rows)
-    saved = [list(ctx.saved_tensors[count * n : count * (n + 1)]) for n in range(5)]
-    extras, grads = list(ctx.saved_tensors[5 * count :]), grads[:count]
+    count, tensors = len(ctx.num_rows), iter(ctx.saved_tensors)
+    saved = [list(itertools.islice(tensors, size)) for size in ctx.sizes]
+    grads, extras = grads[:count], list(tensors)
     found = iter(
-        torch.ops.sparsestep.embed_backward(
-            *saved, extras, grads, ctx.num_rows, ctx.options, ctx.call_number
-        )
+        torch.ops.sparsestep.embed_backward(*saved, *ctx.options, extras, grads, ctx.num_rows)
     )
-    of_anchors: list[Tensor | None] = [None] * count
+    of_anchors: list[Tensor | None] = []
     of_factors: list[Tensor | None] = []
-    for number, option in enumerate(_Options.unpack(ctx.options)):
-        has_grad = grads[number] is not None
-        if has_grad and option.needs_grad:
-            of_anchors[number] = next(found)
+    for grad, weight, option in zip(grads, saved[0], _Options.unpack(ctx.options[0]), strict=True):
+        of_anchors.append(next(found) if grad is not None and option.needs_grad else None)
         if option.has_factors:
-            needs_grad = has_grad and saved[0][number] is not None
-            of_factors.append(next(found) if needs_grad else None)
-    no_grads: list[None] = [None] * count
-    no_offset_grads = [None for each in saved[3] if each is not None]
-    return no_grads, of_anchors, no_grads, no_offset_grads, of_factors, None, None
+            of_factors.append(next(found) if grad is not None and weight is not None else None)
+    none = [None] * count
+    return none, of_anchors, none, [None] * ctx.sizes[3], of_factors, None, None
 
 
 def _hash_ngrams(
@@ -468,15 +425,14 @@ def _fake_find_rows(key: Tensor, ids: Tensor, call_number: int) -> Tensor:
     return ids.new_empty(ids.shape, dtype=torch.int64)
 
 
-_LISTS = "Tensor[] anchors, Tensor[] ids, {}int[] options, int call_number) -> Tensor[]"
+_LISTS = (
+    "[] weights, Tensor[] anchors, Tensor[] ids, Tensor[] offsets, Tensor[] per_sample_weights, "
+    "int[] options, int call_number"
+)
 _SCHEMAS = {
-    "embed": "(Tensor[] weights, "
-    + _LISTS.format("Tensor[] offsets, Tensor[] per_sample_weights, "),
-    "embed_backward": "(Tensor?[] weights, "
-    + _LISTS.format(
-        "Tensor?[] offsets, Tensor?[] per_sample_weights, Tensor[] extras, Tensor?[] grads, "
-        "SymInt[] num_rows, "
-    ),
+    "embed": f"(Tensor{_LISTS}) -> Tensor[]",
+    "embed_backward": f"(Tensor?{_LISTS}, Tensor[] extras, Tensor?[] grads, SymInt[] num_rows) "
+    "-> Tensor[]",
     "hash_ngrams": "(Tensor anchor, Tensor tokens, Tensor? document_ids, int rows, int bags) "
     "-> (Tensor, Tensor)",
     "find_rows": "(Tensor key, Tensor ids, int call_number) -> Tensor",

@@ -87,18 +87,6 @@ def replaced_in_graphs(function: Callable[Arguments, Result]) -> Callable[Argume
     return run
 
 
-def scripted_as(
-    theirs: Callable[..., Any],
-) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Let torch.jit.script compile another function instead, with the globals of this module."""
-
-    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        function.__wrapped__ = theirs  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
 def uses_torch_ops(weights: Iterable[Tensor]) -> bool:
     """Whether a lookup is left to torch's own operation, with its ordinary gradient.
 

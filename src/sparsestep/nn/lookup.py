@@ -233,6 +233,9 @@ def _pool(lookup: Lookup, weight: Tensor) -> LookupResult:
     ids, offsets, mode, padding_idx = lookup.ids, lookup.offsets, lookup.mode, lookup.padding_idx
     if mode == ROWS:
         return LookupResult(torch.embedding(weight, ids))
+    if mode == DOT:
+        assert lookup.per_sample_weights is not None
+        return LookupResult((weight[ids] * lookup.per_sample_weights.unsqueeze(1)).sum(-1))
     if offsets is None:
         count, length = ids.shape
         offsets = torch.arange(count, dtype=ids.dtype, device=ids.device) * length
@@ -258,7 +261,7 @@ def check_lookup(lookup: Lookup) -> Lookup:
     """Raise InputError for an invalid lookup. Returns it with contiguous, unnested tensors."""
     weight, ids, offsets, include_last_offset, weights, *_ = lookup
     table = lookup.table
-    if lookup.mode == ROWS:
+    if lookup.mode in (ROWS, DOT):
         check_ids(table, weight, ids)
         return lookup
     if is_nested(ids):
@@ -422,6 +425,23 @@ def describe(thing: object) -> str:
 # Gradients
 
 
+def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward function whose result cannot be differentiated again.
+
+    Torch's ``once_differentiable`` is costly, and needed only where gradients are recorded. If
+    ``backward()`` is called in a compiled function, it is not compiled.
+    """
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(run)(ctx, *grads)
+        if torch.is_grad_enabled():
+            return once_differentiable(backward)(ctx, *grads)
+        return backward(ctx, *grads)
+
+    return run
+
+
 class SavedTable:
     """A table whose rows backward reads again.
 
@@ -468,27 +488,24 @@ class _Embed(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, *grads: Any) -> Any:
-        return first_derivative(_backward, ctx, *grads)
-
-
-def _backward(ctx: Any, *grads: Any) -> Any:
-    num_tables, saved, needs_grad = len(grads), ctx.saved_tensors, ctx.needs_input_grad[2:]
-    per_table = len(saved) // num_tables
-    found: list[Any] = [None] * (2 * num_tables)
-    for n, (shape, include_last_offset, options) in enumerate(ctx.lookups):
-        grad = grads[n]
-        if grad is None:
-            continue
-        ids, offsets, weights, *result = saved[per_table * n : per_table * (n + 1)]
-        weight: Any = None if ctx.tables[n] is None else ctx.tables[n].memory()
-        lookup = Lookup(weight, ids, offsets, include_last_offset, weights, *options)
-        if needs_grad[n]:
-            part = weight_grad(shape, lookup, LookupResult(grad, *result), grad)
-            found[n] = CompactGrad.of([part], shape, grad)
-        if needs_grad[num_tables + n]:
-            found[num_tables + n] = per_sample_weights_grad(lookup, grad)
-    return None, None, *found
+        num_tables, saved, needs_grad = len(grads), ctx.saved_tensors, ctx.needs_input_grad[2:]
+        per_table = len(saved) // num_tables
+        found: list[Any] = [None] * (2 * num_tables)
+        for n, (shape, include_last_offset, options) in enumerate(ctx.lookups):
+            grad = grads[n]
+            if grad is None:
+                continue
+            ids, offsets, weights, *result = saved[per_table * n : per_table * (n + 1)]
+            weight: Any = None if ctx.tables[n] is None else ctx.tables[n].memory()
+            lookup = Lookup(weight, ids, offsets, include_last_offset, weights, *options)
+            if needs_grad[n]:
+                part = weight_grad(shape, lookup, LookupResult(grad, *result), grad)
+                found[n] = CompactGrad.of([part], shape, grad)
+            if needs_grad[num_tables + n]:
+                found[num_tables + n] = per_sample_weights_grad(lookup, grad)
+        return None, None, *found
 
 
 def weight_grad(
@@ -498,6 +515,13 @@ def weight_grad(
     if lookup.mode == MAX:
         return _max_grad(shape, result, grad)
     weights = lookup.per_sample_weights
+    if lookup.mode == DOT:
+        assert weights is not None
+        indices, index, table = result.indices, result.value_index, lookup.table
+        if indices is None:
+            indices, index = _copy(lookup.flat_ids, torch.int64), lookup.bag_index()
+        options = -1 if table.padding_idx is None else table.padding_idx, table.scale_grad_by_freq
+        return grad_of_ids(shape, indices, weights, index, grad.reshape(-1), *options)
     weights = None if weights is None else weights.reshape(-1)
     if lookup.mode == MEAN:
         sizes = lookup.bag_sizes() if result.bag_sizes is None else result.bag_sizes
@@ -575,6 +599,13 @@ def _max_grad(shape: torch.Size, result: LookupResult, grad: Tensor) -> IndexedG
 def per_sample_weights_grad(lookup: Lookup, grad: Tensor) -> Tensor:
     """Return the gradient of the weights per sample."""
     assert lookup.per_sample_weights is not None
+    if lookup.mode == DOT:
+        factors = grad.contiguous()
+        sums = lookup._replace(per_sample_weights=factors, mode=SUM, needs_grad=False)
+        results = look_up([sums])
+        if results is None:
+            return (lookup.weight[lookup.ids] * factors.unsqueeze(-1)).sum(1)
+        return results[0].output
     ids, bags = lookup.flat_ids, lookup.bag_index()
     if bags is None:
         bags = torch.arange(lookup.num_bags, device=ids.device)
@@ -601,16 +632,3 @@ def _uses_if_unshared() -> tuple[int | None, int | None]:
     """The counts of a tensor that is not shared, which depend on the version of torch."""
     alone = torch.zeros(1, device="cpu")
     return uses(alone), uses_of_memory(alone)
-
-
-def first_derivative(backward: Callable[..., Any], ctx: Any, *grads: Any) -> Any:
-    """Run a backward function whose result cannot be differentiated again.
-
-    Torch's ``once_differentiable`` is costly, and needed only where gradients are recorded. If
-    ``backward()`` is called in a compiled function, it is not compiled.
-    """
-    if torch.compiler.is_compiling():
-        return torch.compiler.disable(first_derivative)(backward, ctx, *grads)
-    if torch.is_grad_enabled():
-        return once_differentiable(backward)(ctx, *grads)
-    return backward(ctx, *grads)

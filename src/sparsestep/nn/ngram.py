@@ -117,6 +117,28 @@ class NgramEmbedding(nn.EmbeddingBag):
         sizes = f"{self.num_embeddings}, {self.embedding_dim}, orders={self.orders}"
         return f"{sizes}, heads={self.heads}, combine={self.combine!r}, seed={self.seed}"
 
+    def get_extra_state(self) -> Tensor:
+        """Seed, heads and orders: they decide which n-grams the rows belong to."""
+        numbers = [self.seed, self.heads, *sorted(self.orders)]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse weights of other n-grams."""
+        own, found = map(_describe_ngrams, (self.get_extra_state(), state))
+        if own != found:
+            requirement = f"a weight that is loaded must have been saved with {own}"
+            raise lookup_error(self, requirement, found)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        # Earlier checkpoints have no extra state.
+        state = state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
+        try:
+            self.set_extra_state(state)
+        except InputError as error:
+            arguments[-1].append(str(error))  # the weight is not loaded
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     @replaced_in_graphs
     def forward(self, tokens: Tensor, document_ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Look up the n-grams that end at each position.
@@ -302,6 +324,13 @@ class NgramEmbedding(nn.EmbeddingBag):
             got = f"{int(tokens[position])} at position {position}"
             remedy = "Give padding a token of its own"
             raise lookup_error(self, "tokens must be at least 0", got, remedy, RangeError)
+
+
+def _describe_ngrams(state: Any) -> str:
+    if not isinstance(state, Tensor) or state.dim() != 1 or len(state) < 2:
+        return describe(state)
+    seed, heads, *orders = state.tolist()
+    return f"seed={seed}, heads={heads} and orders={orders}"
 
 
 def _columns(tokens: Tensor, order: int) -> list[Tensor]:

@@ -22,9 +22,9 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
     the groups to an optimizer of this library: torch's would train all rows.
 
     For a model of Transformers, or any other with ``get_input_embeddings()``, that method selects
-    the embedding. If ``get_output_embeddings()`` has a separate weight with as many rows, a second
-    group trains the same rows of it: otherwise the model would not learn to predict new tokens. A
-    tied weight is one parameter, in one group. Other models must have a single embedding.
+    the embedding. If ``get_output_embeddings()`` has a separate weight, a second group trains the
+    same rows of it: otherwise the model would not learn to predict new tokens. A tied weight is one
+    parameter, in one group. Other models must have a single embedding.
 
     Under FSDP2, call it after ``fully_shard``, which replaces the parameters. For a model of PEFT,
     name the embedding in ``modules_to_save``, and the head, if it is to be trained: a head that
@@ -42,8 +42,8 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
         A param group for each weight, with ``params`` and ``mask``; you may add options.
 
     Raises:
-        InputError: the model has no embedding or several, or a row is out of range; nothing has
-            changed.
+        InputError: the model has no embedding or several, its output head has another number of
+            rows, or a row is out of range; nothing has changed.
 
     Example:
         >>> import sparsestep
@@ -60,7 +60,11 @@ def train_rows(model: nn.Module, rows: Tensor | Iterable[int]) -> list[dict[str,
     head = getattr(_call(model, "get_output_embeddings"), "weight", None)
     if hasattr(model, "peft_config") and not getattr(head, "requires_grad", False):
         head = None  # frozen by PEFT, which would not save it
-    if isinstance(head, nn.Parameter) and head is not weights[0] and len(head) == len(weights[0]):
+    if isinstance(head, nn.Parameter) and head is not weights[0]:
+        if len(head) != len(weights[0]):
+            requirement = "train_rows: the output head must have a row for each of the embedding's"
+            remedy = "Resize it first, or pass the embedding itself to train that alone"
+            raise InputError(message(requirement, f"{len(head)} for {len(weights[0])}", remedy))
         weights.append(head)
     with error_prefix("train_rows"):
         mask = _mask(rows, weights[0])

@@ -587,17 +587,15 @@ class Vocabulary(nn.Module):
         if missing:
             return
         found = {name: state_dict[prefix + name] for name in STATE_NAMES}
+        strings = state_dict[prefix + STRINGS] if self.strings is not None else None
         try:
             with memory_errors():
                 saved, now, num_reused = unpack_state(self.options, found)
+            if strings is not None and not _are_strings(strings, self.rows):
+                requirement = f"strings must be a list of {self.rows} str or None"
+                raise InputError(message(requirement, type(strings).__name__))
         except InputError as error:
             error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {error}")
-            return
-        strings = state_dict[prefix + STRINGS] if self.strings is not None else None
-        if strings is not None and not _are_strings(strings, self.rows):
-            requirement = f"strings must be a list of {self.rows} str or None"
-            text = message(requirement, type(strings).__name__)
-            error_msgs.append(f"Vocabulary {prefix.rstrip('.')!r}: {text}")
             return
         with self.lock:
             self.prepare_restore(saved, now, num_reused, strings)()

@@ -102,52 +102,27 @@ def uses_per_row(group: dict[str, Any]) -> bool:
     return bool(group.get("bias_correction") == "per_row")
 
 
-def _update_moments(
-    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: Betas
-) -> tuple[Tensor, Tensor]:
-    beta1, beta2 = betas
-    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
-    return exp_avg, beta2 * exp_avg_sq + (1 - beta2) * grad * grad
-
-
 def update(
     param: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    *,
+    *largest: Tensor,
     correction: BiasCorrection,
     betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """One step of Adam; eps is added after bias correction."""
+    """One step of Adam, or of AMSGrad with ``max_exp_avg_sq``; eps is added after correction."""
+    beta1, beta2 = betas
     size, root = correction
-    exp_avg, exp_avg_sq = _update_moments(grad, exp_avg, exp_avg_sq, betas)
-    return param - size * exp_avg / (exp_avg_sq.sqrt() / root + eps), exp_avg, exp_avg_sq
-
-
-def amsgrad(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor,
-    *,
-    correction: BiasCorrection,
-    betas: Betas,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """One step of AMSGrad: the second moment that divides never shrinks."""
-    size, root = correction
-    exp_avg, exp_avg_sq = _update_moments(grad, exp_avg, exp_avg_sq, betas)
-    max_exp_avg_sq = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    param = param - size * exp_avg / (max_exp_avg_sq.sqrt() / root + eps)
-    return param, exp_avg, exp_avg_sq, max_exp_avg_sq
+    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
+    largest = tuple(torch.maximum(each, exp_avg_sq) for each in largest)  # never shrinks
+    divisor = (largest or (exp_avg_sq,))[0].sqrt() / root + eps
+    return param - size * exp_avg / divisor, exp_avg, exp_avg_sq, *largest
 
 
 _AMSGRAD_STATE = (*MOMENTS, StateSpec("max_exp_avg_sq", int8_format="unsigned"))
-
-
 _IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=decays, size=step_size)
 # The largest second moment does not decay.
 _AMSGRAD_IDLE = replace(_IDLE, square="max_exp_avg_sq")
@@ -155,7 +130,7 @@ _AMSGRAD_IDLE = replace(_IDLE, square="max_exp_avg_sq")
 # By AMSGrad and by per-row bias correction.
 RULES: dict[bool, dict[bool, Rule]] = {
     False: rules_with_bias_correction("adam", update, MOMENTS, _IDLE),
-    True: rules_with_bias_correction("amsgrad", amsgrad, _AMSGRAD_STATE, _AMSGRAD_IDLE),
+    True: rules_with_bias_correction("amsgrad", update, _AMSGRAD_STATE, _AMSGRAD_IDLE),
 }
 
 

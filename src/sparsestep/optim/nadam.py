@@ -179,7 +179,8 @@ class NAdam(RuleOptimizer, Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for param_state in self.state.values():
-            param_state.pop("mu_product", None)
+            if isinstance(param_state, dict):  # a checkpoint may have other entries
+                param_state.pop("mu_product", None)
 
 
 @document_args(like=NAdam)

@@ -110,10 +110,8 @@ class RuleOptimizer(_Base):
         groups: the param groups as the last step read them.
         store: the memory of parameters and state.
         deferred: with ``semantics="dense"``, the rows of each parameter, by its id.
-        used_engines: by a parameter's id: the parameter, the engine of its latest update, and why
-            not another.
-        dense_embeddings: by a parameter's id: the parameter, and what makes its gradient dense if
-            it is an embedding.
+        used_engines: for each parameter, the engine of its latest update, and why not another.
+        dense_embeddings: for each parameter, what makes its gradient dense if it is an embedding.
     """
 
     rule: ClassVar[Rule]
@@ -184,8 +182,8 @@ class RuleOptimizer(_Base):
         self.updates: int = 0
         self.groups: ParamGroups = ParamGroups()
         self.deferred: dict[int, DeferredRows] = {}
-        self.used_engines: dict[int, tuple[Tensor, str, str]] = {}
-        self.dense_embeddings: dict[int, tuple[Tensor, str]] = {}
+        self.used_engines: dict[Tensor, tuple[str, str]] = {}
+        self.dense_embeddings: dict[Tensor, str] = {}
         self.store: states.StateStore = states.StateStore()
         self._cached_plan: CachedPlan | None = None  # of a step that may be replayed
         self._lock = fork_safe_lock()  # one step at a time
@@ -1070,11 +1068,8 @@ class RuleOptimizer(_Base):
         for group_index, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 name = named.get(id(param)) or param_name(group, group_index, index)
-                owner, engine, reason = self.used_engines.get(id(param), (None, None, ""))
-                is_current = owner is param
-                if not is_current:
-                    engine, reason = None, ""
-                elif not reason:
+                engine, reason = self.used_engines.get(param, (None, ""))
+                if engine is not None and not reason:
                     reason = explain_density(param, is_deferred=self.semantics == "dense")
                 # A lazy parameter refuses to tell its shape; so far its memory has no elements.
                 shape = tuple(memory_of(param).shape if is_lazy(param) else param.shape)
@@ -1142,9 +1137,8 @@ class RuleOptimizer(_Base):
                     movable = deferred.movable_rows
                     rows = deferred.num_rows if movable is None else movable.numel()
                     found["deferred_rows"] += rows - touched
-                owner, engine, _ = self.used_engines.get(id(param), (None, "", ""))
-                if owner is param:
-                    found[f"{engine}_params"] += 1
+                if param in self.used_engines:
+                    found[f"{self.used_engines[param][0]}_params"] += 1
                 found["param_bytes"] += memory_of(param).nbytes
                 found["state_bytes"] += state_bytes(self.state.get(param))
         found["duplicates"] = found["entries"] - found["rows_touched"]

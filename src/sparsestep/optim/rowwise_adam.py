@@ -23,37 +23,23 @@ from sparsestep.rules.rule import Rule, StateSpec
 def update(
     param: Tensor,
     grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
+    *state: Tensor,
     correction: adam.BiasCorrection,
     betas: Betas,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """One step; ``exp_avg_sq`` is a column beside the rows of ``param``."""
+    """One step; ``exp_avg_sq`` is a column beside the rows of ``param``.
+
+    With a ``beta1`` of zero there is no ``exp_avg``: it is the gradient itself.
+    """
     beta1, beta2 = betas
     size, root = correction
-    exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
+    *averages, exp_avg_sq = state
+    averages = [exp_avg + (1 - beta1) * (grad - exp_avg) for exp_avg in averages]
     mean_square = (grad * grad).mean(dim=1, keepdim=True)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * mean_square
-    return param - size / (exp_avg_sq.sqrt() / root + eps) * exp_avg, exp_avg, exp_avg_sq
-
-
-def update_without_momentum(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    correction: adam.BiasCorrection,
-    betas: Betas,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    """One step with a ``beta1`` of zero: the first moment is the gradient itself."""
-    beta2 = betas[1]
-    size, root = correction
-    mean_square = (grad * grad).mean(dim=1, keepdim=True)
-    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * mean_square
-    return param - size / (exp_avg_sq.sqrt() / root + eps) * grad, exp_avg_sq
+    direction = averages[0] if averages else grad
+    return param - size / (exp_avg_sq.sqrt() / root + eps) * direction, *averages, exp_avg_sq
 
 
 _SQUARE = StateSpec("exp_avg_sq", per_row=True)
@@ -62,10 +48,7 @@ _IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, siz
 _IDLE_WITHOUT_MOMENTUM = NoDrift(decays=lambda hyperparams: {"exp_avg_sq": hyperparams["betas"][1]})
 RULES = adam.rules_with_bias_correction("rowwise_adam", update, _STATE, _IDLE)
 RULES_WITHOUT_MOMENTUM = adam.rules_with_bias_correction(
-    "rowwise_adam_without_momentum",
-    update_without_momentum,
-    (_SQUARE,),
-    _IDLE_WITHOUT_MOMENTUM,
+    "rowwise_adam_without_momentum", update, (_SQUARE,), _IDLE_WITHOUT_MOMENTUM
 )
 
 

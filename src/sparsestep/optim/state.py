@@ -316,31 +316,6 @@ def check_step(rule: Rule, state: Mapping[str, Any]) -> None:
         raise InputError(message(requirement, "an inference tensor", "Use a clone of it"))
 
 
-def convert_loaded(
-    rule: Rule,
-    param: Tensor,
-    saved: Mapping[str, Any],
-    state_dtype: torch.dtype | None,
-    given: Mapping[str, Any],
-    replaced: Mapping[str, Any],
-) -> dict[str, Any]:
-    """A parameter's state from a checkpoint, in the dtype that this parameter's state has.
-
-    Torch would cast it to the parameter's dtype, which costs a bfloat16 parameter its float32
-    moments. Tensors are copied if they are those of the checkpoint (``given``).
-    """
-    known = {spec.name: spec for spec in rule.state}
-    result = dict(saved)
-    for name, value in saved.items():
-        if name in known and isinstance(value, Tensor):
-            dtype = state_dtype_for(known[name], param, state_dtype)
-            copied = mapped_file.copy_state(param, name, value, dtype, replaced.get(name))
-            if copied is None:
-                copied = value.detach().to(param.device, dtype, copy=value is given.get(name))
-            result[name] = copied
-    return result
-
-
 @torch.inference_mode(False)
 def new_step(
     optimizer: RuleOptimizer, group: Mapping[str, Any], param: Tensor, value: int = 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsestep.errors import InputError, error_prefix, message
 from sparsestep.grads import masks
 from sparsestep.memory.lazy import saved_by_row, strided
+from sparsestep.memory.mapped_file import copy_state
 from sparsestep.memory.tensors import COMPLEX_DTYPES, FLOAT_DTYPES
 from sparsestep.optim import state as states
 from sparsestep.optim.param_groups import ParamGroup, describe_param
@@ -143,18 +144,23 @@ def _read_param_state(
             # Int8 has a scale for each row of the parameter.
             saved[spec.name] = _relayout(spec, value, group, param, packed, None)
     saved = convert_saved(rule, saved)
+    replaced = optimizer.state.get(param) or {}
     for spec in rule.state:
-        value = saved.get(spec.name)
-        # For torch's SGD, a missing buffer means a first step.
-        if value is not None or rule.counts_steps:
-            layout = packed if _is_packed(value, spec) else None
-            _check_tensor(spec, param, value, saved, layout)
-            saved[spec.name] = _relayout(spec, value, group, param, layout, wanted)
+        name, value = spec.name, saved.get(spec.name)
+        if value is None and not rule.counts_steps:
+            continue  # for torch's SGD, a missing buffer means a first step
+        layout = packed if _is_packed(value, spec) else None
+        _check_tensor(spec, param, value, saved, layout)
+        value = _relayout(spec, value, group, param, layout, wanted)
+        # Not in the parameter's dtype, as with torch: float32 moments would lose their bits.
+        dtype = states.state_dtype_for(spec, param, group.get("state_dtype"))
+        copied = copy_state(param, name, value, dtype, replaced.get(name))
+        if copied is None:
+            copied = value.detach().to(param.device, dtype, copy=value is given.get(name))
+        saved[name] = copied
     if rule.counts_steps or saved.get("step") is not None:
         _check_step(saved)
-    replaced = optimizer.state.get(param) or {}
-    loaded = states.convert_loaded(rule, param, saved, group.get("state_dtype"), given, replaced)
-    return loaded, wanted
+    return saved, wanted
 
 
 def _is_packed(value: Any, spec: StateSpec) -> TypeGuard[Tensor]:
@@ -172,6 +178,7 @@ def _relayout(
     if old is new or spec.per_row or (old is not None and value.shape != (old.kept,)):
         return value  # what does not fit is refused later
     initial = [states.initial_value(spec, group)]
+    value = value.clone() if value.is_inference() else value
     return states.relayout([spec], [value], initial, param.shape, old, new)[0]
 
 

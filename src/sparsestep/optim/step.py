@@ -154,11 +154,10 @@ def _settings_of_param(
     return chosen, param_state if has_elements == wants_elements else None
 
 
-def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, place: int) -> None:
-    """Complete an update for engines other than torch's: in real numbers, masked, counted.
-
-    Random bits depend on ``place``, the parameter's number among all of the optimizer.
-    """
+def finish_update(
+    update: ParamUpdate, selection: masks.MaskSelection | None, groups_before: Sequence[ParamGroup]
+) -> None:
+    """Complete an update for engines other than torch's: in real numbers, masked, counted."""
     settings, param = update.settings, update.param
     rule = settings.rule
     if param.dtype not in FLOAT_DTYPES and param.dtype not in COMPLEX_DTYPES:
@@ -188,6 +187,8 @@ def finish_update(update: ParamUpdate, selection: masks.MaskSelection | None, pl
     update.targets, update.indexed = engine_views(param, update.state, gradient)
     update.step = update.steps_taken() + 1
     if settings.seed is not None:
+        # Random bits depend on the parameter's number among all of the optimizer.
+        place = sum(len(each["params"]) for each in groups_before) + update.index
         update.seed = rounding.step_seed(settings.seed, place, update.step)
         update.row_stride = _row_stride(update.key, update.targets[0])
 
@@ -227,7 +228,6 @@ class Step:
         self._examined: list[tuple[ParamUpdate, str]] = []
         self._has_given_grads = False  # instead of the parameters' own
         self._seen: set[int] = set()  # ids: a tensor's own hash is a call into Python
-        self._params_before = 0  # in the groups that were added so far
         self._calls: list[Callable[[], object]] = []  # of the commit, after engines have written
         self.duplicates: list[tuple[int, int]] = []  # (group, parameter) that were seen before
 
@@ -254,7 +254,6 @@ class Step:
         except InputError as error:
             given = [param.grad for param in some] if grads is None else grads
             if all(grad is None for grad in given):
-                self._params_before += len(params)
                 return  # as with torch, options do not matter where there is no gradient
             who = f"{type(optimizer).__name__}: param group {group_index}"
             raise InputError(f"{who}: {error}") from None
@@ -271,21 +270,17 @@ class Step:
             try:
                 own = settings.for_param(param)
                 update = new_update(optimizer, group, own, index, param, grad, selection)
-                self._add(update, selection)
+                self._add(update, selection, group_index)
             except InputError as error:  # cheaper than error_prefix for each parameter
                 raise type(error)(f"{settings.describe_param(index)}: {error}") from None
-        self._params_before += len(params)
 
-    def skip_groups(self, groups: Sequence[ParamGroup]) -> None:
-        """Pass over param groups; random bits depend on the number of parameters before."""
-        self._params_before += sum(len(group["params"]) for group in groups)
-
-    def _add(self, update: ParamUpdate, selection: masks.MaskSelection | None) -> None:
-        if selection is None and update.indexed.indices is None:
-            known = self._optimizer.dense_embeddings.get(id(update.key))
-            if known is None or known[0] is not update.key:
-                reason = explain_dense_gradient(update.param, update.indexed.values)
-                self._examined.append((update, reason))
+    def _add(
+        self, update: ParamUpdate, selection: masks.MaskSelection | None, group_index: int
+    ) -> None:
+        known = self._optimizer.dense_embeddings
+        if selection is None and update.indexed.indices is None and update.key not in known:
+            reason = explain_dense_gradient(update.param, update.indexed.values)
+            self._examined.append((update, reason))
         if self._catch_up is not None:
             self._catch_up.add(update, selection)
         if selection is None and self._should_try_torch(update):
@@ -296,7 +291,7 @@ class Step:
             if self._torch.claim(update):
                 reserve_checked(update.param, update.state or (), update.indexed)
                 return
-        finish_update(update, selection, self._params_before + update.index)
+        finish_update(update, selection, self._optimizer.param_groups[:group_index])
         self._updates.append(update)
 
     def _should_try_torch(self, update: ParamUpdate) -> bool:
@@ -427,7 +422,7 @@ class Step:
             if reason:
                 who = update.settings.describe_param(update.index)
                 warn_once(SlowWarning, embedding_warning(who, update.key.shape, reason))
-            self._optimizer.dense_embeddings[id(update.key)] = (update.key, reason)
+            self._optimizer.dense_embeddings[update.key] = reason
 
     def _note_engines(self) -> None:
         """For ``explain()``. A replayed step is the core's."""
@@ -439,22 +434,20 @@ class Step:
                     is_dense = grad is not None and grad.layout is torch.strided
                     reason = self._dense_reason(param, "") if is_dense else ""
                     reason = "" if group.get("mask") is not None else reason
-                    optimizer.used_engines[id(param)] = (param, "native", reason)
+                    optimizer.used_engines[param] = ("native", reason)
         for update in self._updates:
             reason = update.fallback_reason
             if update.indexed.indices is None and update.packed is None:
                 reason = self._dense_reason(update.key, reason)
-            optimizer.used_engines[id(update.key)] = (update.key, update.engine, reason)
+            optimizer.used_engines[update.key] = (update.engine, reason)
         for update in () if self._torch is None else self._torch.claimed:
             reason = f"dense gradient: updated by torch's kernel, {self._why_torch(update)}."
             reason = self._dense_reason(update.key, reason)
-            optimizer.used_engines[id(update.key)] = (update.key, "torch", reason)
+            optimizer.used_engines[update.key] = ("torch", reason)
 
     def _dense_reason(self, param: Tensor, reason: str) -> str:
-        owner, why = self._optimizer.dense_embeddings.get(id(param), (None, ""))
-        if why and owner is param:
-            return why
-        return reason or "dense gradient: every element is updated."
+        why = self._optimizer.dense_embeddings.get(param, "")
+        return why or reason or "dense gradient: every element is updated."
 
     def _why_torch(self, update: ParamUpdate) -> str:
         engine = self._optimizer.engine
@@ -632,10 +625,8 @@ class StepInBackward:
     def _update(self, param: Tensor) -> None:
         optimizer = self._optimizer
         group_index, index = self._places[id(param)]
-        groups = optimizer.param_groups
         step = Step(optimizer)
-        step.skip_groups(groups[:group_index])
-        step.add_group(group_index, groups[group_index], only=index)
+        step.add_group(group_index, optimizer.param_groups[group_index], only=index)
         step.run()
         optimizer.updates += 1
 

@@ -166,28 +166,27 @@ class MappedState:
         layouts = [table.layout for table in manifest.tables]
         return name in self.files and self._layout(name) in layouts
 
-    def check(self, manifest: Manifest) -> None:
-        """Refuse a checkpoint of other tables."""
-        own = {name: _form_in_file(file.header, key) for name, (file, key) in self.tensors.items()}
+    def check(self, manifest: Manifest, rest: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model."""
+        in_files = {n: _form_in_file(file.header, key) for n, (file, key) in self.tensors.items()}
         there = {
             name: _form_in_file(table.layout.header, key)
             for table in manifest.tables
             for name, key in table.layout.tensors.items()
         }
-        if own != there:
+        if in_files != there:
             requirement = "load: model and optimizer must have the same tables in files as they had"
-            raise InputError(message(requirement, f"{own} instead of {there}"))
-
-    def check_rest(self, rest: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another model."""
-        own, there = self.rest["model"], rest["model"]
-        other = {str(name) for name in own.keys() ^ there.keys()}
-        for name in own.keys() & there.keys():
-            if _form(own[name]) != _form(there[name]):
-                other.add(name)
+            raise InputError(message(requirement, f"{in_files} instead of {there}"))
+        own, saved = self.rest["model"], rest["model"]
+        # A module that has extra state may have had none when it was saved.
+        missing = {name for name in own.keys() - saved.keys() if not name.endswith("_extra_state")}
+        other = missing | (saved.keys() - own.keys())
+        other |= {
+            name for name in own.keys() & saved.keys() if _form(own[name]) != _form(saved[name])
+        }
         if other:
             needed = "the checkpoint's parameters, buffers and shapes"
-            got = f"differences in {', '.join(sorted(other))}"
+            got = f"differences in {', '.join(sorted(map(str, other)))}"
             raise InputError(message(f"load: the model must have {needed}", got))
 
     def prepare(self, rest: dict[str, Any]) -> Callable[[ExitStack], None]:
@@ -251,8 +250,10 @@ class Replacements(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.swaps: dict[MappedFile, _Swap] = {}  # by the file whose content is replaced
-        self.callback(self.swaps.clear)
+        self.staged: dict[MappedFile, MappedFile] = {}  # new content, by the file that it replaces
+        self._switches: list[_Change] = []
+        self._renames: list[_Change] = []
+        self.callback(self.staged.clear)
 
     def create(self, file: MappedFile, role: str) -> tuple[str, int]:
         """Create an empty temporary file next to a file; returns its path and descriptor."""
@@ -266,9 +267,8 @@ class Replacements(ExitStack):
 
     def stage(self, file: MappedFile, path: str) -> MappedFile:
         """Open a temporary file of the same layout as the new content of a file."""
-        staged = _open_like(path, file.header)
+        staged = self.staged[file] = _open_like(path, file.header)
         staged.lock()  # before it takes the place of the file
-        self.swaps[file] = _Swap(file, staged)
         return staged
 
     def stage_zeros(self, file: MappedFile) -> None:
@@ -279,70 +279,61 @@ class Replacements(ExitStack):
         self.stage(file, path)
 
     def prepare(self) -> None:
-        """Do everything that can fail before the first change."""
-        for swap in self.swaps.values():
-            swap.prepare(self)
+        """Write the new content to the disk, and keep the old one until this object is closed."""
+        for file, staged in self.staged.items():
+            staged.flush_to_disk()
+            staged.evict()
+            path, backup = os.path.realpath(file.path), temporary_path(file.path, "replaced")
+            duplicate = uninterrupted(partial(_duplicate, file.descriptor))
+            old = self.enter_context(duplicate).fileno()
+            switch = partial(file.switch_to, staged.descriptor, staged.header, staged.reserved)
+            switch_back = partial(file.switch_to, old, file.header, file.reserved)
+            self._switches.append(_Change(switch, switch_back))
+            # A file that was deleted, or replaced by another of its name, has no name to take over.
+            if _is_same(path, old):
+                self.callback(disk.remove, backup)
+                disk.remove(backup)
+                has_backup = disk.link(path, backup)
+                rename_back = partial(_rename_back, backup if has_backup else None, path, old)
+                self._renames.append(_Change(partial(os.replace, staged.path, path), rename_back))
 
     def switch(self, undo: ExitStack) -> None:
-        """Switch all tensors to the new files. How to undo it is registered first."""
-        for swap in self.swaps.values():
-            undo.callback(swap.restore)
-            swap.switch()
+        """Switch all tensors to the new files."""
+        _apply(self._switches, undo)
 
     def rename(self, undo: ExitStack) -> None:
-        """Give the new files the names of the old ones. How to undo it is registered first."""
-        for swap in self.swaps.values():
-            undo.callback(swap.rename_back)
-            swap.rename()
+        """Give the new files the names of the old ones."""
+        _apply(self._renames, undo)
 
     def finish(self) -> None:
         """Note that nothing of the old content is left."""
-        for file in self.swaps:
+        for file in self.staged:
             if file.to_clear is not None:
                 file.to_clear.clear()
+
+
+class _Change(NamedTuple):
+    apply: Callable[[], None]
+    undo: Callable[[], None]
+
+
+def _apply(changes: list[_Change], undo: ExitStack) -> None:
+    for change in changes:
+        undo.callback(change.undo)  # first: a change may raise when it is half done
+        change.apply()
+
+
+def _duplicate(descriptor: int) -> io.FileIO:
+    return io.FileIO(os.dup(descriptor), "r+")
 
 
 def _open_like(path: str, header: FileHeader) -> MappedFile:
     return open_file(path, header.shape, header.dtype, state=header.state)
 
 
-class _Swap:
-    """One file and its new content."""
-
-    def __init__(self, file: MappedFile, staged: MappedFile) -> None:
-        self._file, self.staged = file, staged
-        self._path = os.path.realpath(file.path)
-        self._backup = temporary_path(file.path, "replaced")
-        self._is_named = self._has_backup = False
-
-    def prepare(self, stack: ExitStack) -> None:
-        """Write the new content to the disk, and keep the old one until ``stack`` is closed."""
-        file = self._file
-        self.staged.flush_to_disk()
-        self.staged.evict()
-        self._before = file.header, file.reserved
-        old = uninterrupted(lambda: io.FileIO(os.dup(file.descriptor), "r+"))
-        self._old = stack.enter_context(old).fileno()
-        # A file that was deleted, or replaced by another of its name, has no name to take over.
-        self._is_named = _is_same(self._path, file.descriptor)
-        if self._is_named:
-            stack.callback(disk.remove, self._backup)
-            disk.remove(self._backup)
-            self._has_backup = disk.link(self._path, self._backup)
-
-    def switch(self) -> None:
-        self._file.switch_to(self.staged.descriptor, self.staged.header, self.staged.reserved)
-
-    def restore(self) -> None:
-        self._file.switch_to(self._old, *self._before)
-
-    def rename(self) -> None:
-        if self._is_named:
-            os.replace(self.staged.path, self._path)
-
-    def rename_back(self) -> None:
-        if self._has_backup and not _is_same(self._path, self._old):
-            os.replace(self._backup, self._path)
+def _rename_back(backup: str | None, path: str, old: int) -> None:
+    if backup is not None and not _is_same(path, old):
+        os.replace(backup, path)
 
 
 def _is_same(path: str, descriptor: int) -> bool:
@@ -397,7 +388,7 @@ def save(
         {'step': 2}
     """
     check_model_and_optimizer("save", model, optimizer)
-    folder = Path(os.path.abspath(journal.check_folder("save", path)))
+    folder = Path(os.path.abspath(disk.checked_path("save", path)))
     with memory_errors():
         _check_extra(extra)
         folder.mkdir(parents=True, exist_ok=True)
@@ -406,19 +397,15 @@ def save(
                 requirement = f"save: {folder} can be written by one call at a time"
                 remedy = "In a signal handler, set a flag, and save after the next step"
                 raise InputError(message(requirement, "another that has not returned", remedy))
-            _save(folder, model, optimizer, extra)
-
-
-def _save(folder: Path, model: nn.Module, optimizer: RuleOptimizer, extra: Any) -> None:
-    before = journal.read_manifest(folder)
-    state = MappedState(model, optimizer)
-    try:
-        manifest = write(folder, before, state, {**state.rest, "extra": extra})
-        uninterrupted(partial(_commit, folder, manifest, state.prepare_note(manifest)))
-    except BaseException:
-        with suppress(Exception):  # whichever checkpoint is the latest now
-            journal.remove_others(folder, journal.read_manifest(folder))
-        raise
+            before = journal.read_manifest(folder)
+            state = MappedState(model, optimizer)
+            try:
+                manifest = write(folder, before, state, {**state.rest, "extra": extra})
+                uninterrupted(partial(_commit, folder, manifest, state.prepare_note(manifest)))
+            except BaseException:
+                with suppress(Exception):  # whichever checkpoint is the latest now
+                    journal.remove_others(folder, journal.read_manifest(folder))
+                raise
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimizer) -> Any:
@@ -454,7 +441,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: RuleOptimize
         'before the first step'
     """
     check_model_and_optimizer("load", model, optimizer)
-    folder = Path(os.path.abspath(journal.check_folder("load", path)))
+    folder = Path(os.path.abspath(disk.checked_path("load", path)))
     with memory_errors():
         while True:
             manifest = journal.read_manifest(folder)
@@ -475,8 +462,7 @@ def _load(folder: Path, manifest: Manifest, model: nn.Module, optimizer: RuleOpt
         rest = journal.read_rest(folder, manifest.rest)
         with postponed_clearing(optimizer.params()):
             state = MappedState(model, optimizer)
-            state.check(manifest)
-            state.check_rest(rest)
+            state.check(manifest, rest)
             stage(folder, manifest, state, replacements)
             note_as_saved = state.prepare_note(manifest)
             load_rest = state.prepare(rest)
@@ -537,7 +523,7 @@ def stage(folder: Path, manifest: Manifest, state: MappedState, replacements: Re
         file = state.tensors[layout.name].file
         role = "loading" if is_alike else f"source-{number}"
         path, descriptor = replacements.create(file, role)
-        journal.copy_base(folder, table, descriptor)
+        journal.read_base(folder, table, descriptor)
         if is_alike:
             copies[number] = replacements.stage(file, path)
         else:
@@ -545,13 +531,13 @@ def stage(folder: Path, manifest: Manifest, state: MappedState, replacements: Re
             others[number] = layout
     journal.replay(folder, manifest, copies)
     for file in state.files.values():
-        if file not in replacements.swaps:
+        if file not in replacements.staged:
             replacements.stage_zeros(file)
     for number, layout in others.items():
         copies[number].advise("SEQUENTIAL")
         for name, key in layout.tensors.items():
             place = state.tensors[name]
-            staged = replacements.swaps[place.file].staged
+            staged = replacements.staged[place.file]
             copy_rows(copies[number].tensor(key), staged.tensor(place.key))
 
 

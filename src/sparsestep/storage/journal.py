@@ -54,11 +54,6 @@ _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _REMEDY = "The disk or another program has changed it: use an earlier checkpoint"
 
 
-def check_folder(who: str, path: str | os.PathLike[str]) -> Path:
-    """The folder that a user names."""
-    return Path(disk.checked_path(who, path))
-
-
 # The manifest
 
 
@@ -374,28 +369,23 @@ def write_base(folder: Path, name: str, file: MappedFile) -> FileEntry:
         return FileEntry(name, os.fstat(target.fileno()).st_size, crc)
 
 
-def copy_base(folder: Path, table: TableEntry, target: int) -> None:
-    """Copy the base of a table to an empty file, given by its descriptor, and verify it."""
+def read_base(folder: Path, table: TableEntry, target: int | None = None) -> None:
+    """Verify the base of a table, and copy it to an empty file, given by its descriptor."""
     with _open(folder, table.base.file, table.base.bytes) as source:
-        _check_base_header(table, source)
-        if disk.copy_sparse(source.fileno(), target) != table.base.crc:
+        header = formats.read_header(str(source.name), source.fileno())
+        if header._replace(used=frozenset()) != table.layout.header:
+            raise source.changed("a header that differs from the manifest")
+        file = source.fileno()
+        crc = disk.checksum(file) if target is None else disk.copy_sparse(file, target)
+        if crc != table.base.crc:
             raise source.changed("different bytes")
-
-
-def _check_base_header(table: TableEntry, source: _ChecksummedFile) -> None:
-    header = formats.read_header(str(source.name), source.fileno())
-    if header._replace(used=frozenset()) != table.layout.header:
-        raise source.changed("a header that differs from the manifest")
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
     """Refuse tables that are damaged, without restoring them."""
     check_sizes(folder, manifest)
     for table in manifest.tables:
-        with _open(folder, table.base.file, table.base.bytes) as source:
-            _check_base_header(table, source)
-            if disk.checksum(source.fileno()) != table.base.crc:
-                raise source.changed("different bytes")
+        read_base(folder, table)
     for journal in manifest.journals:
         with _open(folder, journal.file.file, journal.file.bytes) as source:
             source.verify_all(journal.file)

@@ -43,11 +43,10 @@ from sparsestep.distributed.checkpoint._state import (
 )
 from sparsestep.distributed.collectives import Collectives, new_group
 from sparsestep.errors import InputError, message
-from sparsestep.memory.disk import FolderLock
+from sparsestep.memory.disk import FolderLock, checked_path
 from sparsestep.nn.grow import do_nothing
 from sparsestep.nn.id_table import Options
 from sparsestep.optim.optimizer import RuleOptimizer, check_model_and_optimizer
-from sparsestep.storage.journal import check_folder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -66,7 +65,7 @@ def _agreed_arguments(
     peers = peers_of(given if isinstance(given, nn.Module) else nn.Module())
     with peers.agreeing():
         check_model_and_optimizer(who, model, optimizer)
-        return check_folder(who, path), CheckpointState(model, optimizer, peers), peers
+        return checked_path(who, path), CheckpointState(model, optimizer, peers), peers
 
 
 # Saving
@@ -124,7 +123,7 @@ def _dcp_save(
         discard()
         raise
     save_id = metadata.storage_meta.save_id
-    sums = peers.gather(writer.sums)
+    sums = peers.gather(writer.files.sums)
     with peers.agreeing(undo=discard):
         _check_shared_disk(folder, save_id, peers, sums)
     error: BaseException | None = None
@@ -170,37 +169,6 @@ def _manifest_entries(metadata: Metadata) -> dict[str, Entry]:
             chunks.append(Chunk(offsets, sizes, place.relative_path, place.offset, place.length))
         found[key] = Entry(each.size, each.properties.dtype, chunks)
     return found
-
-
-def _dcp_async_save(entries: Any, about: Any, folder: Path, peers: Peers) -> Future[None]:
-    """Write copied tensors in a thread; all ranks call it.
-
-    If these are only some of the ranks, they write before this returns. Torch cannot make another
-    group of some ranks: it derives the name from the number of groups that a process belongs to,
-    which differs, and they would wait for each other forever.
-    """
-    is_part = peers.group is not None and peers.world_size < dist.get_world_size()
-    group = None
-    if peers.group is not None and not is_part:  # the thread and training must not share a group
-        group = new_group("gloo")
-        peers = Peers(group)
-
-    earlier = _background_saves.get(os.path.realpath(folder))
-
-    def write() -> None:
-        try:
-            if earlier is not None:
-                wait([earlier])
-            with _lock_folder(folder, peers):
-                _dcp_save(entries, about, folder, peers)
-        finally:
-            if group is not None:
-                dist.destroy_process_group(group)
-
-    writer = ThreadPoolExecutor(1, "sparsestep-save")
-    saving = _background_saves[os.path.realpath(folder)] = writer.submit(write)
-    writer.shutdown(wait=is_part)
-    return saving
 
 
 # Loading
@@ -384,7 +352,30 @@ def async_save(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> Fut
     folder, state, peers = _agreed_arguments("async_save", path, model, optimizer)
     with peers.agreeing():
         entries, about = state.entries(copy=True), state.layouts().pack()
-    return _dcp_async_save(entries, about, folder, peers)
+    # Torch cannot make another group of some ranks: it derives the name from the number of groups
+    # that a process belongs to, which differs, and they would wait for each other forever.
+    is_part = peers.group is not None and peers.world_size < dist.get_world_size()
+    group = None
+    if peers.group is not None and not is_part:  # the thread and training must not share a group
+        group = new_group("gloo")
+        peers = Peers(group)
+    key = os.path.realpath(folder)
+    earlier = _background_saves.get(key)
+
+    def write() -> None:
+        try:
+            if earlier is not None:
+                wait([earlier])
+            with _lock_folder(folder, peers):
+                _dcp_save(entries, about, folder, peers)
+        finally:
+            if group is not None:
+                dist.destroy_process_group(group)
+
+    writer = ThreadPoolExecutor(1, "sparsestep-save")
+    saving = _background_saves[key] = writer.submit(write)
+    writer.shutdown(wait=is_part)
+    return saving
 
 
 def load(path: StrPath, model: nn.Module, optimizer: RuleOptimizer) -> None:
@@ -463,28 +454,24 @@ def consolidate(path: StrPath) -> dict[str, Any]:
         ``sparsestep.nn.Vocabulary`` in place of shared ones; and ``"optimizer"``, a state dict for
         this library's optimizers, and for torch's of the same name.
     """
-    checkpoint = Checkpoint.open(check_folder("consolidate", path), Peers(None))
+    checkpoint = Checkpoint.open(checked_path("consolidate", path), Peers(None))
     with checkpoint.refusing():
-        return _consolidated(checkpoint)
-
-
-def _consolidated(checkpoint: Checkpoint) -> dict[str, Any]:
-    layouts = TensorLayouts.unpack(checkpoint.manifest.about)
-    stored = checkpoint.stored_tensors(layouts)
-    readers, remaps = list[VocabularyReader](), dict[str, RowRemap]()
-    for name, layout in layouts.vocabularies.items():
-        options = Options(layout.rows, layout.shared, layout.admit, None)
-        each = VocabularyReader(name, Collectives(None), options, layout, stored)
-        checkpoint.read(each.entries)
-        each.reassign({name: stored[f"model.{name}"] for name in layout.tables}, {}, layout.tables)
-        remaps.update(each.remaps)
-        readers.append(each)
-    of_vocabularies = {key for each in readers for key in each.entries}
-    others = {key: each for key, each in stored.items() if key not in of_vocabularies}
-    read = checkpoint.read_shards(read_targets(layouts, others, remaps, {}))
-    model = {
-        key.removeprefix("model."): each for key, each in read.items() if key.startswith("model.")
-    }
-    for each in readers:
-        model.update(each.state_dict())
-    return {"model": model, "optimizer": optimizer_state_dict(layouts.groups, read)}
+        layouts = TensorLayouts.unpack(checkpoint.manifest.about)
+        others = checkpoint.stored_tensors(layouts)
+        remaps: dict[str, RowRemap] = {}
+        model: dict[str, Tensor] = {}
+        for name, layout in layouts.vocabularies.items():
+            options = Options(layout.rows, layout.shared, layout.admit, None)
+            each = VocabularyReader(name, Collectives(None), options, layout, others)
+            checkpoint.read(each.entries)
+            weights = {name: others[f"model.{name}"] for name in layout.tables}
+            each.reassign(weights, {}, layout.tables)
+            remaps.update(each.remaps)
+            model.update(each.state_dict())
+            others = {key: other for key, other in others.items() if key not in each.entries}
+        read = checkpoint.read_shards(read_targets(layouts, others, remaps, {}))
+        for key, tensor in read.items():
+            kind, name, _ = split_key(key)
+            if kind == "model":
+                model[name] = tensor
+        return {"model": model, "optimizer": optimizer_state_dict(layouts.groups, read)}

@@ -23,13 +23,7 @@ from sparsestep.distributed.placement import hash_owner
 from sparsestep.distributed.vocabulary import RANK_SHIFT, Vocabulary
 from sparsestep.errors import InputError, message
 from sparsestep.nn.grow import Init, initialize_rows
-from sparsestep.nn.id_table import (
-    STATE_NAMES,
-    IdTableSnapshot,
-    Options,
-    pack_state,
-    unpack_state,
-)
+from sparsestep.nn.id_table import STATE_NAMES, IdTableSnapshot, Options, pack_state, unpack_state
 from sparsestep.nn.vocabulary import STRINGS
 from sparsestep.nn.vocabulary import Vocabulary as LocalVocabulary
 from sparsestep.optim.state import fill_value

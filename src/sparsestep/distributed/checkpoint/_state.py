@@ -31,6 +31,7 @@ from sparsestep.distributed.shard import sharded_table
 from sparsestep.engines.base import finish
 from sparsestep.errors import InputError, message
 from sparsestep.memory.mapped_file import about_to_write, file_of, written
+from sparsestep.nn.ngram import NgramEmbedding
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.optim.state import initial_value
 from sparsestep.optim.state_dict import unpacked_state
@@ -173,19 +174,14 @@ class CheckpointState:
 
     def _initial_state(self) -> dict[str, dict[str, float]]:
         """Initial values of the state of tables whose rows are reused."""
-        given = {
-            name
-            for vocabulary in self.vocabularies.values()
-            for name in self._tables_of(vocabulary)
-        }
+        given = {name for each in self.vocabularies.values() for name in self._tables_of(each)}
         found: dict[str, dict[str, float]] = {}
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 name, state = self._names[id(param)], self._optimizer.state.get(param)
-                if name not in given:
-                    continue
-                rule = self._optimizer.stored_rule_for(group, param, state)
-                found[name] = {spec.name: initial_value(spec, group) for spec in rule.state}
+                if name in given:
+                    rule = self._optimizer.stored_rule_for(group, param, state)
+                    found[name] = {spec.name: initial_value(spec, group) for spec in rule.state}
         return found
 
     def vocabulary_readers(
@@ -197,18 +193,17 @@ class CheckpointState:
             if name not in layouts:
                 requirement = "load: the checkpoint must have all vocabularies of the model"
                 raise InputError(message(requirement, f"none for {name!r}"))
-            layout = layouts[name]
+            layout, local = layouts[name], vocabulary.local
             vocabulary.check(layout)
-            options = vocabulary.local.options
-            each = VocabularyReader(name, vocabulary.collectives, options, layout, stored)
-            names = self._tables_of(vocabulary)
+            each = VocabularyReader(name, vocabulary.collectives, local.options, layout, stored)
             if each.is_resharded and any(
-                id(a.table.weight) not in self._names for a in vocabulary.local.attached
+                id(a.table.weight) not in self._names for a in local.attached
             ):
                 requirement = (
                     f"load: the tables of {name!r} must be in the model, since their rows move"
                 )
-                raise InputError(message(requirement, f"only {', '.join(names) or 'none'}"))
+                names = ", ".join(self._tables_of(vocabulary))
+                raise InputError(message(requirement, f"only {names or 'none'}"))
             found.append(each)
         return found
 
@@ -228,9 +223,8 @@ class CheckpointState:
                 for attached in vocabulary.local.attached
                 for name in self._all_names.get(id(attached.table.weight), [])
             }
-            weights = {
-                name: stored[f"model.{name}"] for name in paddings if f"model.{name}" in stored
-            }
+            keys = {name: f"model.{name}" for name in paddings}
+            weights = {name: stored[key] for name, key in keys.items() if key in stored}
             each.reassign(weights, inits, paddings)
             remaps.update(each.remaps)
         return remaps
@@ -248,6 +242,8 @@ class CheckpointState:
     def check_matches(self, tensors: dict[str, Any], stored: dict[str, StoredTensor]) -> None:
         for name, tensor in tensors.items():
             each, table = stored.get(f"model.{name}"), self.tables.get(name)
+            if each is None and name.endswith("_extra_state"):
+                continue  # its module may have had none when it was saved
             if each is None:
                 requirement = (
                     "load: the checkpoint must have all parameters and buffers of the model"
@@ -260,9 +256,8 @@ class CheckpointState:
                 raise InputError(message(requirement, shape))
 
     def check_groups(self, saved: list[dict[str, Any]]) -> None:
-        mine, theirs = (
-            [group["params"] for group in each] for each in (self.named_groups(), saved)
-        )
+        groups = self.named_groups(), saved
+        mine, theirs = ([group["params"] for group in each] for each in groups)
         if mine != theirs:
             requirement = "load: the optimizer must have the groups of the checkpoint"
             raise InputError(message(requirement, f"{mine} instead of {theirs}"))
@@ -287,6 +282,10 @@ class CheckpointState:
             ]
             for tensor, _ in values:
                 about_to_write(tensor, (), None)
+            for name, module in self.model.named_modules():
+                state = read.get(".".join(filter(None, ("model", name, "_extra_state"))))
+                if isinstance(module, NgramEmbedding) and state is not None:
+                    module.set_extra_state(state)  # raises if its rows are those of other n-grams
             restored = [
                 self.vocabularies[each.name].local.prepare_restore(*each.found)
                 for each in readers
