@@ -3,6 +3,8 @@
 Run one process on each of several hosts with ``torchrun``, with a network whose delay is long
 beside a step, and that delay as ``--delay``. Network namespaces will do, if something between them
 holds packets back. TorchRec takes part where it is installed, without ``lockstep`` and clipping.
+TCP with BBR spaces packets, and a delay more is its own: set ``net.ipv4.tcp_congestion_control`` to
+``reno`` in each namespace to count those of the exchanges alone.
 """
 
 from __future__ import annotations

@@ -353,14 +353,16 @@ def id_counts(requests: Sequence[LookupRequest]) -> Tensor:
 class LookupSizes:
     """The bytes of a lookup, by the counts that ranks have announced."""
 
-    def __init__(self, requests: Sequence[LookupRequest], counts: Tensor) -> None:
+    def __init__(
+        self, requests: Sequence[LookupRequest], counts: Tensor, like: LookupSizes | None = None
+    ) -> None:
+        self.item_bytes: tuple[Tensor, ...] = (
+            _item_bytes(requests) if like is None else like.item_bytes
+        )
+        id_bytes, weight_bytes, row_bytes = self.item_bytes
         self.ids, bags, self.has_weights = counts.unbind(2)
         self.bag_lengths = -bags  # not positive: bags differ, and their lengths are sent
         self.num_bags = torch.where(bags < 0, self.ids // self.bag_lengths.clamp(min=1), bags)
-        tables = [each.table for each in requests]
-        id_bytes = torch.tensor([each.id_dtype.itemsize for each in requests])
-        weight_bytes = torch.tensor([table.weight.dtype.itemsize for table in tables])
-        row_bytes = torch.tensor([table.wire_bytes for table in tables])
         sections = [
             self.ids * id_bytes,
             bags.clamp(min=0) * LENGTH_DTYPE.itemsize,
@@ -369,6 +371,13 @@ class LookupSizes:
         # To the owner, three sections for each table, and one back: a row for each rank.
         self.request = stack(sections).permute(1, 2, 0).flatten(1).contiguous()
         self.reply = (self.num_bags * row_bytes).contiguous()
+
+
+def _item_bytes(requests: Sequence[LookupRequest]) -> tuple[Tensor, ...]:
+    """By table, the bytes of an id, of a weight and of a row."""
+    ids = [each.id_dtype.itemsize for each in requests]
+    weights = [each.table.weight.dtype.itemsize for each in requests]
+    return tuple(torch.tensor([ids, weights, [each.table.wire_bytes for each in requests]]))
 
 
 def exchange_ids(

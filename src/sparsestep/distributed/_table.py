@@ -64,7 +64,11 @@ class ShardedTable:
         self.reduce: Reduction = reduce
         self.order: SumOrder = order
         self.codec: Codec | None = None  # None: rows are sent unchanged
+        self.has_rows: bool = placement.has_rows(collectives.rank)
+        # The distance in the table between adjacent local rows.
+        self.row_stride: int = placement.row_stride(collectives.world_size)
         self.rows: int = module.num_embeddings
+        self.id_dtype: torch.dtype = self._id_dtype()
         self.dim: int = module.embedding_dim
         # This rank's shard. Round-robin shards have equal lengths: the last row may be padding.
         self.weight: Tensor = module.weight
@@ -79,22 +83,12 @@ class ShardedTable:
         self._has_max_norm = module.max_norm is not None
 
     @property
-    def has_rows(self) -> bool:
-        return self.placement.has_rows(self.collectives.rank)
-
-    @property
-    def row_stride(self) -> int:
-        """The distance in the table between adjacent local rows."""
-        return self.placement.row_stride(self.collectives.world_size)
-
-    @property
     def merges_ids(self) -> bool:
         """Whether each id of a lookup is requested once."""
         may_merge = self.order == "fast" and self.mode != "max" and not self.scale_grad_by_freq
         return may_merge and self.placement.is_sharded
 
-    @property
-    def id_dtype(self) -> torch.dtype:
+    def _id_dtype(self) -> torch.dtype:
         max_local_rows = -(-self.rows // self.row_stride)
         return torch.int32 if max_local_rows < _INT32_ROWS else torch.int64
 
@@ -247,6 +241,7 @@ class ShardedTable:
     def set_num_rows(self, rows: int) -> None:
         """Record that the table has grown; the weight already has its new local rows."""
         self.rows, self.local_weight = rows, self.weight.detach()
+        self.id_dtype = self._id_dtype()
         self.spec.weight = self.spec.weight[:1, :1].expand(rows, self.dim)
 
     def lookup(self, ids: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Tensor:

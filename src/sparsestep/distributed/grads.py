@@ -30,7 +30,7 @@ from sparsestep.distributed.placement import table_label
 from sparsestep.engines.base import certain
 from sparsestep.grads import dedup
 from sparsestep.grads.compact import CompactGrad, parts_of
-from sparsestep.grads.exchange import PendingGrad, dense_grad_error, register, source_of
+from sparsestep.grads.exchange import PendingGrad, dense_grad_error, register
 from sparsestep.grads.indexed import IndexedGrad
 
 
@@ -93,7 +93,7 @@ class ShardedGradSource(TableGroup):
         exchanged = ExchangedGrads(tables)
         with exchanged:
             for index, grads in _received_grads(self, read()).items():
-                _assign_grad(tables[index], grads)
+                _assign_grad(self, tables[index], grads)
             for weight in _weights(tables):
                 _remove_placeholder(weight)
         return exchanged
@@ -334,9 +334,10 @@ def _announced_grads(group: TableGroup, num_headers: Tensor, headers: Tensor) ->
     """Read the headers of all ranks, one rank's after another."""
     sequences, entries, slot_sizes = headers.unbind(1)
     ranks = torch.arange(len(num_headers)).repeat_interleave(num_headers)
-    found, lookup = sequences.unique(return_inverse=True)  # ascending
+    found, lookup, order = _lookups_of(sequences, num_headers)
     served = {sequence: group.served[sequence] for sequence in found.tolist()}
-    row_bytes = stack([each.bags_per_rank * each.table.wire_bytes for each in served.values()])
+    row_bytes = stack([each.bags_per_rank for each in served.values()])
+    row_bytes *= torch.tensor([[each.table.wire_bytes] for each in served.values()])
     itemsize = torch.tensor([each.table.weight.dtype.itemsize for each in served.values()])
     sizes = torch.zeros(len(num_headers), len(served), 2, dtype=torch.int64)
     sizes[ranks, lookup, 0] = entries.clamp(min=0) * sequences.itemsize
@@ -345,9 +346,19 @@ def _announced_grads(group: TableGroup, num_headers: Tensor, headers: Tensor) ->
     is_present = torch.zeros(len(served), len(num_headers), dtype=torch.bool)
     is_present[lookup, ranks] = True
     slot_sizes = torch.zeros_like(found).scatter_reduce(0, lookup, slot_sizes, "amax")
-    # In the order of the first rank that has any: where all ranks run the same, that of all.
-    order = list(dict.fromkeys(lookup.tolist()))
     return AnnouncedGrads(served, sizes.flatten(1), is_present, slot_sizes.tolist(), order)
+
+
+def _lookups_of(sequences: Tensor, num_headers: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """Distinct lookups, ascending; the one of each header, and the order in which they came.
+
+    The order is that of the first rank that has any: where all ranks run the same, that of all.
+    """
+    first = sequences[: int(num_headers[0])]
+    is_same = torch.equal(sequences, first.repeat(len(num_headers)))
+    found, lookup = (first if is_same else sequences).unique(return_inverse=True)
+    order = list(dict.fromkeys(lookup.tolist()))
+    return found, lookup.repeat(len(num_headers)) if is_same else lookup, order
 
 
 def _read_grads(announced: AnnouncedGrads, messages: Messages) -> list[ReceivedGrad]:
@@ -412,7 +423,9 @@ def _merge_replicated(received: ReceivedGrad) -> Sequence[IndexedGrad]:
     return [IndexedGrad(indices, values, num_slots, slot_size)]
 
 
-def _assign_grad(table: ShardedTable, new: Sequence[IndexedGrad]) -> None:
+def _assign_grad(
+    source: ShardedGradSource, table: ShardedTable, new: Sequence[IndexedGrad]
+) -> None:
     """Set the gradient of a weight; a rank without rows of the table gets none."""
     weight, grad = table.weight, table.weight.grad
     if grad is not None and not grad.is_sparse:
@@ -422,8 +435,6 @@ def _assign_grad(table: ShardedTable, new: Sequence[IndexedGrad]) -> None:
         grad.replace_parts(parts)  # in place: existing references to the gradient see the result
     else:
         grad = CompactGrad.of(parts, weight.shape, weight)
-    source = source_of(weight)
-    assert source is not None
     grad.source, grad.is_sharded = ref(source), source.is_sharded(weight)
     weight.grad = grad if table.has_rows else None
 

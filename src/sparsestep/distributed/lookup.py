@@ -272,7 +272,7 @@ class _LookupExchange:
     def _peer_sizes(self) -> LookupSizes:
         requests = self._requests
         counts = self._peers.counts[:, : NUM_COUNTS * len(requests)]
-        return LookupSizes(requests, counts.unflatten(1, (len(requests), NUM_COUNTS)))
+        return LookupSizes(requests, counts.unflatten(1, (len(requests), NUM_COUNTS)), self._own)
 
     def _payloads(self, what: int) -> Callable[[Payload, Tensor], Messages] | None:
         """Reads the payloads of all ranks; ``None`` unless all have sent this one."""

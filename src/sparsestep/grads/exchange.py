@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparsestep._process import uninterrupted
 from sparsestep._torch import foreach_unscale_, without_torch_function
@@ -33,28 +32,33 @@ class PendingGrad(NamedTuple):
     values: Tensor  # the gradient of the rows that were looked up
 
 
-# References to the sources, by parameter. Neither is kept alive: a source knows its parameters.
-_sources: Any = WeakTensorKeyDictionary()
-# The dict inside: a cheap test in every step whether any parameter is sharded.
-grad_sources: dict[Any, Any] = _sources.data
+class _Registration(NamedTuple):
+    """References to a parameter and to its source, which keeps it alive."""
+
+    param: ref[Tensor]
+    source: ref[ShardedGradSource]
+
+
+# By the id of the parameter. An empty dict is a cheap test whether any parameter is sharded.
+grad_sources: dict[int, _Registration] = {}
 
 
 def register(param: Tensor, source: ShardedGradSource) -> None:
     """Let a source exchange the gradient of a parameter."""
-    _sources[param] = ref(source, _purge)
+    grad_sources[id(param)] = _Registration(ref(param), ref(source, _purge))
 
 
 def _purge(dead: ref[ShardedGradSource]) -> None:
     """Remove the parameters of a source that was deleted."""
-    if grad_sources:
-        for param in [param for param, source in _sources.items() if source is dead]:
-            del _sources[param]
+    for number, each in list(grad_sources.items()):
+        if each.source is dead:
+            grad_sources.pop(number, None)
 
 
 def source_of(param: Tensor) -> ShardedGradSource | None:
     """The gradient source of a parameter; ``None`` for an ordinary one."""
-    found = _sources.get(param) if grad_sources else None
-    return None if found is None else found()
+    found = grad_sources.get(id(param))
+    return None if found is None or found.param() is not param else found.source()
 
 
 def sources_of(params: Iterable[Tensor]) -> list[ShardedGradSource]:
@@ -200,8 +204,9 @@ def dense_grad_error() -> InputError:
 
 def exchange_grad_of(grad: Tensor) -> None:
     """Exchange a gradient that is being read; all processes do."""
-    for param in list(_sources):
-        if param.grad is grad:
+    for each in list(grad_sources.values()):
+        param = each.param()
+        if param is not None and param.grad is grad:
             exchange_grads([param])
             return
     requirement = "the gradient of a sharded table must be exchanged before you read it"
