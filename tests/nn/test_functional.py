@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -156,6 +158,15 @@ def test_deferred_rows_catch_up_before_they_are_read(guard: bool, products: int)
     optimizer.catch_up()
     for param, its in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(param, its, rtol=1e-6, atol=1e-8)
+
+
+def test_a_gradient_does_not_keep_tables_alive():
+    left, right, _ = tables()
+    embedding_dot(left, torch.tensor([3]), right, torch.tensor([[4, 5]])).sum().backward()
+    alive = weakref.ref(right.weight)
+    del left, right, _
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_table_that_was_written_before_backward_is_refused():

@@ -521,7 +521,9 @@ def weight_grad(
         if indices is None:
             indices, index = _copy(lookup.flat_ids, torch.int64), lookup.bag_index()
         options = -1 if table.padding_idx is None else table.padding_idx, table.scale_grad_by_freq
-        return grad_of_ids(shape, indices, weights, index, grad.reshape(-1), *options)
+        # Without their graph, which holds the table whose gradient this will be.
+        rows = weights.detach()
+        return grad_of_ids(shape, indices, rows, index, grad.reshape(-1), *options)
     weights = None if weights is None else weights.reshape(-1)
     if lookup.mode == MEAN:
         sizes = lookup.bag_sizes() if result.bag_sizes is None else result.bag_sizes
