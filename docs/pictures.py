@@ -93,9 +93,9 @@ def draw_lookups(path: Path, report: Report) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.margins(x=0)
-    shown = [each.case.lookups for each in cases][:-1:2]
-    axes.xaxis.set_major_locator(FixedLocator(shown))
+    axes.xaxis.set_major_locator(FixedLocator([each.case.lookups for each in cases][::2]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.get_xticklabels()[-1].set_horizontalalignment("right")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())

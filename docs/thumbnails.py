@@ -175,7 +175,7 @@ def draw_averages() -> None:
     ((ema, swa),) = numbers(r"EMA (\S+), SWA (\S+)", printed("averages.py"))
     axes = framed(
         "Averages of sparse training are those of dense training",
-        "largest difference of a weight after 200 steps; a step moves a weight by up to 1e-2",
+        "largest difference of a weight, and largest move of one step; log scale",
         height=1.8,
         left=0.8,
         bottom=0.15,

@@ -172,9 +172,12 @@ def draw(path: str, days: Sequence[Day]) -> None:
     figure = Figure(figsize=(5.6, 5.4), facecolor="white", layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     numbers = range(1, len(days) + 1)
-    for name, color in _COLORS.items():
-        upper.plot(numbers, [day.auc[name] for day in days], color=color, label=name)
-        lower.plot(numbers, [day.used[name] for day in days], color=color)
+    for width, (name, color) in zip((1.8, 4.2, 7.0), _COLORS.items(), strict=True):
+        # Curves that coincide: narrow ones lie on wide ones.
+        look = {"color": color, "linewidth": width, "zorder": 3 - width / 4}
+        upper.plot(numbers, [day.auc[name] for day in days], label=name, **look)
+        lower.plot(numbers, [day.used[name] for day in days], **look)
+    upper.set_title("A tenth of the rows predict as well", loc="left", fontweight="bold")
     upper.set_ylabel("AUC of predictions before learning")
     lower.set_ylabel("rows in use")
     lower.set_xlabel("day")

@@ -444,6 +444,9 @@ def sharding(folder: Path) -> Names:
 
     tied = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     tied[1].weight = tied[0].weight
+    with torch.device("meta"):
+        tracked = tables()
+    sparsestep.Adam(tracked.parameters(), semantics="dense").track(tracked)
     padded = tables(padding_idx=1)
     distributed.shard(padded, plan="rows")
     plan = distributed.shard(tables(), plan="rows")

@@ -27,21 +27,13 @@ class FindingError(AssertionError):
 
 @dataclass
 class Expected:
-    """What a step must come to.
-
-    Attributes:
-        names: of the tensors: the parameter, then its state.
-        new: their values.
-        slack: how far they may be off.
-        held: which elements of each are touched.
-        old: what they were; state that did not exist yet has its initial value.
-    """
+    """What a step must come to: the parameter, then its state."""
 
     names: list[str]
     new: list[Tensor]
-    slack: list[Tensor]
-    held: list[Tensor]
-    old: list[Tensor]
+    slack: list[Tensor]  # how far they may be off
+    held: list[Tensor]  # which elements of each are touched
+    old: list[Tensor]  # state that did not exist yet has its initial value
 
 
 def number(value: Any) -> Any:

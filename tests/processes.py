@@ -34,18 +34,10 @@ def run_python(*arguments: str, **variables: str) -> str:
 
 @dataclass
 class Lost:
-    """A process has ended without a result, or had to be ended.
+    """A process has ended without a result, or had to be ended."""
 
-    Attributes:
-        kind: ``crash, exit code -6`` or ``hang, more than 20 s``.
-        log: the end of what it has written.
-    """
-
-    kind: str
-    log: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}\n{self.log}"
+    kind: str  # "crash, exit code -6" or "hang, more than 20 s"
+    log: str  # all that it has written
 
 
 class _Process:

@@ -39,13 +39,7 @@ def by_hand(variant: Variant, engine: str, start: Tensor, **options: Any) -> Sub
 
 
 class Subject:
-    """An optimizer, or its functional form, with gradients to be given.
-
-    Attributes:
-        front: the optimizer or the functional optimizer.
-        by_hand: whether it is a functional one.
-        given: gradients by hand for the next step.
-    """
+    """An optimizer, or its functional form (``by_hand``), with gradients to be given."""
 
     def __init__(self, front: Any) -> None:
         self.front, self.by_hand = front, isinstance(front, FunctionalOptimizer)

@@ -13,8 +13,9 @@ import sparsestep
 from sparsestep.optim.optimizer import RuleOptimizer
 from tests.fuzz import cases, spoiling
 from tests.fuzz.__main__ import Tally, count
-from tests.fuzz.cases import Outcome, training
+from tests.fuzz.cases import OPERATIONS, Outcome, program
 from tests.fuzz.findings import check_refusal
+from tests.fuzz.world import World
 from tests.generate.source import SeededSource
 from tests.oracle import FindingError
 
@@ -30,8 +31,8 @@ def steps_of(seed: int) -> list[str]:
 def test_a_case_depends_on_its_seed_alone(monkeypatch: pytest.MonkeyPatch):
     # Garbage may end this very process, where the library has a hole.
     monkeypatch.setattr(cases, "KINDS", cases.VALID)
-    programs = [steps_of(seed) for seed in range(12)]
-    assert [steps_of(seed) for seed in range(12)] == programs
+    programs = [steps_of(seed) for seed in range(30)]
+    assert [steps_of(seed) for seed in range(30)] == programs
     assert len({program[0].split(",")[0] for program in programs}) == len(cases.VALID)
 
 
@@ -63,7 +64,8 @@ def test_an_optimizer_that_writes_too_much_is_found(
     found = set()
     for seed in range(25):
         try:
-            training(SeededSource(seed), lambda text: None, by_hand=False, garbage=not is_late)
+            world = World(SeededSource(seed), lambda text: None, by_hand=False)
+            program(world, OPERATIONS, garbage=not is_late)
         except FindingError as error:
             found.add(error.kind)
     assert found >= expected

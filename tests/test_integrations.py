@@ -43,6 +43,15 @@ def example(name: str, *arguments: str) -> str:
     return run(str(EXAMPLES / name), *arguments)
 
 
+def shown(page: str, word: str) -> str:
+    """The program on a page of the site that has a word in it."""
+    text = (EXAMPLES.parent / "docs" / "how-to" / page).read_text()
+    (found,) = (
+        code for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if word in code
+    )
+    return str(found)
+
+
 def in_the_gallery(name: str, printed: str) -> bool:
     """Whether the site shows what an example prints, but for its numbers."""
     shown = (RECORDED / f"{name}.txt").read_text()
@@ -168,6 +177,14 @@ def test_the_losses_are_those_of_dense_gradients():
     assert in_the_gallery("knowledge_graph", printed)
 
 
+@needs("pykeen")
+def test_the_program_of_the_page_trains_a_model_of_pykeen():
+    code = shown("word-and-graph-vectors.md", "pykeen") + "print(losses)"
+    losses = [float(each) for each in re.findall(r"\d\.\d+", run("-c", code))]
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+
+
 MADE_AGAIN = """
 import warnings, sparsestep, knowledge_graph
 from pykeen.training import SLCWATrainingLoop
@@ -216,6 +233,32 @@ def test_the_trainer_trains_new_rows_and_nothing_else():
     assert "weights that changed: ['transformer.wte.weight', 'lm_head.weight']\n" in printed
     assert f"rows that changed: {list(range(1_000, 1_010))}\n" in printed
     assert in_the_gallery("new_tokens", printed)
+
+
+# A model and a tokenizer in a folder, from which `from_pretrained("gpt2")` loads them.
+PRETRAINED = """
+import os, tempfile, tokenizers, transformers
+folder = tempfile.TemporaryDirectory()
+os.chdir(folder.name)
+words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, "?"))
+transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained("gpt2")
+config = transformers.GPT2Config(vocab_size=3, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+transformers.GPT2LMHeadModel(config).save_pretrained("gpt2")
+"""
+STEPPED = """
+import torch
+before = model.transformer.wte.weight.detach().clone()
+ids = torch.tensor([[0, 3, 1, 4]])
+model(input_ids=ids, labels=ids).loss.backward()
+optimizer.step()
+print((model.transformer.wte.weight != before).any(dim=1).nonzero().flatten().tolist())
+"""
+
+
+@needs("transformers", "tokenizers")
+def test_the_program_of_the_page_trains_new_rows_of_a_pretrained_model():
+    printed = run("-c", PRETRAINED + shown("new-tokens.md", "transformers") + STEPPED)
+    assert printed.endswith("[3, 4]\n")
 
 
 # A small model of Llama with three tokens more, and an adapter of PEFT.

@@ -60,13 +60,14 @@ struct Vector {
 
 SPARSESTEP_INLINE void prefetch_row(const void* row, int64_t bytes) {
     const int64_t end = bytes < prefetch_bytes ? bytes : prefetch_bytes;
+#pragma GCC unroll 4
     for (int64_t byte = 0; byte < end; byte += cache_line) {
         __builtin_prefetch(static_cast<const char*>(row) + byte, 0, 2);
     }
 }
 
-// Bags of one table.
-template <class Stored, class T, Reduction reduction>
+// Bags of one table. If rows consist of chunks of a number of vectors, that is `vectors`; else 0.
+template <class Stored, class T, Reduction reduction, int vectors>
 class Pool {
 public:
     explicit Pool(const LookupWork& work)
@@ -83,17 +84,21 @@ public:
         end_ = end;
         known_ = known;
         counted_ = end - begin;
-        if (padding_ >= 0) {
-            for (int64_t i = begin; i < end; ++i) counted_ -= job_.indices[i] == padding_;
-        }
+        if (padding_ >= 0) counted_ = count(job_.indices, begin, end, padding_);
         int64_t column = 0;
-        if constexpr (is_in_registers) {
+        if constexpr (vectors > 0) {
+            column = run_vectors<vectors>(column);
+        } else if constexpr (is_in_registers) {
             column = run_vectors<8>(column);
-            column = run_vectors<4>(column);
-            column = run_vectors<2>(column);
-            column = run_vectors<1>(column);
+            if (column < columns_) column = run_vectors<4>(column);
+            if (column < columns_) column = run_vectors<2>(column);
+            if constexpr (!is_bfloat16) {
+                if (column < columns_) column = run_vectors<1>(column);
+            }
         }
-        while (column < columns_) column = run_tile(column);
+        if constexpr (vectors == 0) {
+            while (column < columns_) column = run_tile(column);
+        }
         if (job_.counted) job_.counted[bag] = counted_;
     }
 
@@ -101,49 +106,64 @@ public:
         prefetch_row(table_ + row * stride_, columns_ * int64_t(sizeof(Stored)));
     }
 
+    static constexpr bool is_bfloat16 = std::is_same_v<Stored, Bfloat16>;
+    static constexpr bool is_in_registers =
+        (std::is_same_v<Stored, T> || is_bfloat16) && reduction != Reduction::max;
+
 private:
     using Number = Convert<Stored, T>;
-    static constexpr bool is_in_registers =
-        std::is_same_v<Stored, T> && reduction != Reduction::max;
+    using V = typename Vector<T>::Type;
+    using Words = typename Vector<uint32_t>::Type;  // as many as T if that is float
 
-    // Calls add(row, id, entry) for the ids of the bag without padding.
+    // Not inlined: the compiler would unroll it, for bags without padding, too.
+    static __attribute__((noinline)) int64_t count(const int64_t* indices, int64_t begin,
+                                                   int64_t end, int64_t padding) {
+        int64_t counted = 0;
+        for (int64_t i = begin; i < end; ++i) counted += indices[i] != padding;
+        return counted;
+    }
+
+    // Calls add(row, id, entry) for the ids of the bag without padding; prefetches these columns.
     template <class Add>
-    SPARSESTEP_INLINE void for_each_row(int64_t column, Add add) const {
+    SPARSESTEP_INLINE void for_each_row(int64_t column, int64_t columns, Add add) const {
         const int64_t* const indices = job_.indices;
-        for (int64_t i = begin_; i < end_; ++i) {
-            if (column == 0 && i + rows_ahead < known_) prefetch(indices[i + rows_ahead]);
+        const Stored* const table = table_ + column;
+        const int64_t stride = stride_, padding = padding_, end = end_, known = known_;
+        const int64_t bytes = columns * int64_t(sizeof(Stored));
+        const bool prefetches = column * int64_t(sizeof(Stored)) < prefetch_bytes;
+        const int64_t last = prefetches ? known - rows_ahead : 0;
+        for (int64_t i = begin_; i < end; ++i) {
             const int64_t id = indices[i];
-            if (id != padding_) add(table_ + id * stride_ + column, id, i);
+            if (id != padding) add(table + id * stride, id, i);
+            if (i < last) prefetch_row(table + indices[i + rows_ahead] * stride, bytes);
         }
     }
 
     // Reduces columns from `column` on, that many vectors at a time; returns the first column left.
     template <int count>
     SPARSESTEP_INLINE int64_t run_vectors(int64_t column) {
-        using V = typename Vector<T>::Type;
         constexpr int64_t width = count * lanes<T>;
         for (; column + width <= columns_; column += width) {
             V total[count] = {};
-            for_each_row(column, [&](const Stored* row, int64_t, int64_t entry) SPARSESTEP_LAMBDA {
+            const auto add = [&](const Stored* row, int64_t, int64_t entry) SPARSESTEP_LAMBDA {
                 const T factor = factor_of(entry);
+                V values[count];
+                load_vectors<count>(row, values);
 #pragma GCC unroll 8
                 for (int v = 0; v < count; ++v) {
-                    V values;
-                    std::memcpy(&values, row + v * lanes<T>, sizeof(V));
                     if constexpr (reduction == Reduction::sum) {
-                        total[v] += values;
+                        total[v] += values[v];
                     } else if constexpr (reduction == Reduction::weighted) {
-                        total[v] += values * factor;
+                        total[v] += values[v] * factor;
                     } else {
                         for (int64_t l = 0; l < lanes<T>; ++l) {
-                            total[v][l] = fused(values[l], factor, total[v][l]);
+                            total[v][l] = fused(values[v][l], factor, total[v][l]);
                         }
                     }
                 }
-            });
-            alignas(vector_bytes) T sums[width];
-            std::memcpy(sums, total, sizeof(sums));
-            store(column, width, sums, nullptr);
+            };
+            for_each_row(column, width, add);
+            store_vectors<count>(column, total);
         }
         return column;
     }
@@ -151,10 +171,11 @@ private:
     // The same for a tile of any length.
     int64_t run_tile(int64_t column) {
         const int64_t rest = columns_ - column, n = rest < tile_size ? rest : tile_size;
-        alignas(cache_line) T total[tile_size] = {};
+        alignas(cache_line) T total[tile_size];
+        std::memset(total, 0, size_t(n) * sizeof(T));
         alignas(cache_line) int64_t winner[reduction == Reduction::max ? tile_size : 1];
         bool is_first = true;
-        for_each_row(column, [&](const Stored* row, int64_t id, int64_t entry) {
+        for_each_row(column, n, [&](const Stored* row, int64_t id, int64_t entry) {
             add(row, factor_of(entry), id, n, is_first, total, winner);
             is_first = false;
         });
@@ -185,6 +206,72 @@ private:
                 winner[c] = better ? id : winner[c];
             }
         }
+    }
+
+    // Of bfloat16, vector 2n gets the even elements of a pair of vectors, and 2n + 1 the odd ones:
+    // both are in place within the words of memory.
+    template <int count>
+    static SPARSESTEP_INLINE void load_vectors(const Stored* from, V (&to)[count]) {
+        if constexpr (is_bfloat16) {
+#pragma GCC unroll 8
+            for (int v = 0; v < count; v += 2) {
+                Words words;
+                std::memcpy(&words, from + v * lanes<T>, sizeof(words));
+                const Words even = words << 16, odd = words & 0xffff0000u;
+                std::memcpy(&to[v], &even, sizeof(even));
+                std::memcpy(&to[v + 1], &odd, sizeof(odd));
+            }
+        } else {
+#pragma GCC unroll 8
+            for (int v = 0; v < count; ++v) std::memcpy(&to[v], from + v * lanes<T>, sizeof(V));
+        }
+    }
+
+    // As `store` does, but from registers: to read the stack in wider vectors than it was written,
+    // the processor would wait for all earlier stores.
+    template <int count>
+    SPARSESTEP_INLINE void store_vectors(int64_t column, V (&total)[count]) const {
+        Stored* const to = static_cast<Stored*>(job_.output) + bag_ * columns_ + column;
+        const bool is_mean = job_.pooling == Pooling::mean && counted_ > 0;
+        if constexpr (is_bfloat16) {
+            const bool by_fbgemm = padding_ < 0;
+            const T size = Number::load(Number::store(T(counted_)));
+#pragma GCC unroll 8
+            for (int v = 0; v < count; v += 2) {
+                Words even, odd;
+                round_vector(total[v], by_fbgemm, is_mean, size, even);
+                round_vector(total[v + 1], by_fbgemm, is_mean, size, odd);
+                const Words words = even >> 16 | odd;
+                std::memcpy(to + v * lanes<T>, &words, sizeof(words));
+            }
+        } else {
+            if (is_mean) {
+#pragma GCC unroll 8
+                for (int v = 0; v < count; ++v) total[v] /= T(counted_);
+            }
+#pragma GCC unroll 8
+            for (int v = 0; v < count; ++v) std::memcpy(to + v * lanes<T>, &total[v], sizeof(V));
+        }
+    }
+
+    // Sums or means as bfloat16, in the upper halves of words.
+    static SPARSESTEP_INLINE void round_vector(const V& sums, bool by_fbgemm, bool is_mean, T size,
+                                               Words& to) {
+        round_vector(sums, by_fbgemm, to);
+        if (is_mean) {
+            V values;
+            std::memcpy(&values, &to, sizeof(values));
+            round_vector(values / size, false, to);
+        }
+    }
+    // As `rounded`, or as Bfloat16::nearest.
+    static SPARSESTEP_INLINE void round_vector(const V& values, bool by_fbgemm, Words& to) {
+        Words words, is_nan;
+        const auto differs = values != values;
+        std::memcpy(&words, &values, sizeof(words));
+        std::memcpy(&is_nan, &differs, sizeof(is_nan));
+        words += by_fbgemm ? (words & 0u) + 0x8000u : 0x7fffu + ((words >> 16) & 1u);
+        to = ((words & 0xffff0000u) & ~is_nan) | (0x7fc00000u & is_nan);
     }
 
     SPARSESTEP_INLINE void store(int64_t column, int64_t n, const T* total,
@@ -332,7 +419,16 @@ __attribute__((noinline)) bool run_bags(const LookupWork& work, Each each, int64
 
 template <class Stored, class T, Reduction reduction>
 bool pool(const LookupWork& work, int64_t first, int64_t last, int64_t begin, int64_t end) {
-    return run_bags(work, Pool<Stored, T, reduction>(work), first, last, begin, end);
+    const auto run = [&](auto vectors) {
+        using Each = Pool<Stored, T, reduction, vectors()>;
+        return run_bags(work, Each(work), first, last, begin, end);
+    };
+    if constexpr (Pool<Stored, T, reduction, 0>::is_in_registers) {
+        if (work.columns % (8 * lanes<T>) == 0) return run(std::integral_constant<int, 8>());
+        if (work.columns == 4 * lanes<T>) return run(std::integral_constant<int, 4>());
+        if (work.columns == 2 * lanes<T>) return run(std::integral_constant<int, 2>());
+    }
+    return run(std::integral_constant<int, 0>());
 }
 
 // See LookupWork.

@@ -6,24 +6,26 @@ import importlib.metadata
 import re
 import runpy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sparsestep
-from tests.asked.test_pytorch import operations
+from tests.asked.test_pytorch import operations, step
 from tests.ranks import Rank, on_ranks, ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = {"user": (20, 4), "item": (30, 4)}
 
 
-def collection(device: str = "cpu") -> sparsestep.nn.EmbeddingBagCollection:
+def collection(
+    device: str = "cpu", mode: Literal["mean", "sum"] = "mean"
+) -> sparsestep.nn.EmbeddingBagCollection:
     torch.manual_seed(0)
     with torch.device(device):
-        return sparsestep.nn.EmbeddingBagCollection(SIZES)
+        return sparsestep.nn.EmbeddingBagCollection(SIZES, mode=mode)
 
 
 def loss(model: nn.Module, user: list[int], item: list[int]) -> Tensor:
@@ -47,21 +49,32 @@ def test_torchrec_2821_adamw_for_sharded_tables(rank: Rank):
     for model, mine in ((sharded, [rank.index]), (plain, [0, 1])):
         optimizer = sparsestep.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         for _ in range(3):
-            optimizer.zero_grad()
-            sum(loss(model, *batches[each]) for each in mine).backward()
-            optimizer.step()
+            step(optimizer, sum(loss(model, *batches[each]) for each in mine))
     for name in SIZES:
         torch.testing.assert_close(whole(sharded, name), whole(plain, name))
 
 
-def test_torchrec_1275_adam_on_the_cpu_from_the_meta_device():
-    model = collection("meta")
-    sparsestep.distributed.shard(model)
+@ranks(2)
+def test_torchrec_1275_adam_for_tables_defined_on_the_meta_device(rank: Rank):
+    """The optimizer is chosen with the tables; the plan comes later, and then each rank's rows."""
+    model, plain = collection("meta"), collection()
     optimizer = sparsestep.Adam(model.parameters(), lr=0.1)
-    before = whole(model, "user").clone()
-    loss(model, [3, 1], [7, 7]).backward()
+    sparsestep.distributed.shard(model, plan={"user": "rows", "item": "tables"}, reduce="sum")
+    shapes = {len(each.weight) for each in model.tables.values()}
+    assert all(each.device.type == "cpu" for each in model.parameters())
+    assert shapes == ({10, 30} if rank.index == 0 else {10, 0})
+    with torch.no_grad():
+        for name, table in plain.tables.items():
+            table.weight.copy_(whole(model, name))
+    batches = [([3, 1], [7, 7]), ([3, 12], [0, 29])]
+    loss(model, *batches[rank.index]).backward()
     optimizer.step()
-    assert (whole(model, "user") != before).any(dim=1).nonzero().flatten().tolist() == [1, 3]
+    sum(loss(plain, *each) for each in batches).backward()
+    for table in plain.parameters():
+        table.grad = table.grad.to_dense()
+    torch.optim.Adam(plain.parameters(), lr=0.1).step()
+    for name in SIZES:
+        torch.testing.assert_close(whole(model, name), whole(plain, name))
 
 
 @ranks(1, 2)
@@ -86,9 +99,7 @@ def test_torchrec_2735_new_ids_get_rows_and_tables_grow():
     optimizer = sparsestep.Adam(table.parameters(), lr=0.1)
     vocabulary.attach(table, optimizer)
     for ids in ([2**62, -5], [2**62, 17], [10**18]):  # the last takes over the row of -5
-        optimizer.zero_grad()
-        table(vocabulary(torch.tensor(ids))).sum().backward()
-        optimizer.step()
+        step(optimizer, table(vocabulary(torch.tensor(ids))).sum())
     assert set(vocabulary.as_dict()) == {2**62, 17, 10**18}
     optimizer.zero_grad()
     vocabulary.grow(8)
@@ -101,8 +112,7 @@ def save(index: int, world: int, folder: Path, plan: str) -> Tensor:
     model = collection()
     sparsestep.distributed.shard(model, plan=plan)
     optimizer = sparsestep.Adam(model.parameters(), lr=0.1)
-    loss(model, [3, 1, 5], [7, 7, 2]).backward()
-    optimizer.step()
+    step(optimizer, loss(model, [3, 1, 5], [7, 7, 2]))
     sparsestep.distributed.save(folder, model, optimizer)
     return whole(model, "item")
 
@@ -157,24 +167,37 @@ def test_fbgemm_2969_adamw_within_backward():
     fused, apart = bag(), bag()
     fused[1].step_in_backward()
     for module, optimizer in (fused, apart):
-        module(BAGS).sin().sum().backward()
-        optimizer.step()
+        step(optimizer, module(BAGS).sin().sum())
     assert fused[0].weight.grad is None
     assert torch.equal(fused[0].weight, apart[0].weight)
     start = bag()[0].weight
     rows = nn.Parameter(start[[1, 3, 7]].detach())
     theirs = torch.optim.AdamW([rows], lr=0.1, weight_decay=0.5)
-    (rows[1] + rows[[0, 2]]).sin().sum().backward()
-    theirs.step()
+    step(theirs, (rows[1] + rows[[0, 2]]).sin().sum())
     torch.testing.assert_close(fused[0].weight[[1, 3, 7]], rows)
 
 
-def test_fbgemm_1771_adam_on_the_cpu():
-    module, _ = bag()
-    optimizer = sparsestep.Adam(module.parameters())
-    module(BAGS).sum().backward()
-    optimizer.step()
-    assert [each.engine for each in optimizer.explain()] == ["native"]
+@pytest.mark.parametrize("make", [sparsestep.Adam, sparsestep.RowwiseAdam])
+def test_fbgemm_1771_adam_on_the_cpu(make: Any):
+    """What FBGEMM removed: weighted bags over several tables, updated within backward.
+
+    A row that occurs several times is updated once, with the sum of its gradients.
+    """
+    tables, rows = collection(mode="sum"), collection(mode="sum")
+    ours = make(tables.parameters(), lr=0.1)
+    ours.step_in_backward()
+    theirs = make(rows.parameters(), lr=0.1, engine="reference")
+    weights = {name: torch.tensor([[0.5, 2.0], [1.0, -1.0]]) for name in SIZES}
+    for first in range(3):
+        ids = dict.fromkeys(SIZES, first + torch.tensor([[3, 1], [3, 7]]))
+        for model in (tables, rows):
+            found = model(ids, per_sample_weights=weights)
+            torch.stack(list(found.values())).sin().sum().backward()
+        theirs.step()
+        theirs.zero_grad()
+        assert all(each.grad is None for each in tables.parameters())
+    torch.testing.assert_close(*(list(model.parameters()) for model in (tables, rows)))
+    assert {each.engine for each in ours.explain()} == {"native"}
 
 
 @pytest.mark.parametrize("semantics", ["masked", "dense"])
@@ -183,9 +206,7 @@ def test_keras_19992_sparse_gradients_stay_sparse(semantics: Any):
     module, _ = bag()
     optimizer = sparsestep.Adam(module.parameters(), semantics=semantics)
     for _ in range(2):
-        optimizer.zero_grad()
-        module(BAGS).sum().backward()
-        optimizer.step()
+        step(optimizer, module(BAGS).sum())
     found = operations(optimizer.step)
     assert found.largest < 100
     assert optimizer.metrics()["rows_touched"] == 3
@@ -213,8 +234,7 @@ def test_peft_3371_state_of_an_ngram_table_is_a_number_per_row():
     table = sparsestep.nn.NgramEmbedding(10_000, 64)
     before = table.weight.detach().clone()
     optimizer = sparsestep.RowwiseAdam(table.parameters(), lr=0.1, betas=(0.0, 0.99))
-    table(torch.arange(40).view(2, 20)).sum().backward()
-    optimizer.step()
+    step(optimizer, table(torch.arange(40).view(2, 20)).sum())
     assert optimizer.metrics()["state_bytes"] == 10_000 * 4  # Adam's: 128 times as much
     touched = optimizer.metrics()["rows_touched"]
     assert (table.weight != before).any(dim=1).sum() == touched < 100
@@ -227,9 +247,7 @@ def test_diffusers_507_textual_inversion_changes_one_row():
     groups = sparsestep.nn.train_rows(tokens, [placeholder])
     optimizer = sparsestep.AdamW(groups, lr=0.1, weight_decay=0.5)
     for _ in range(3):
-        optimizer.zero_grad()
-        tokens(torch.tensor([320, 1125, placeholder])).square().sum().backward()
-        optimizer.step()
+        step(optimizer, tokens(torch.tensor([320, 1125, placeholder])).square().sum())
     changed = (tokens.weight != before).any(dim=1)
     assert changed.nonzero().flatten().tolist() == [placeholder]
 

@@ -23,12 +23,16 @@ def table(*, sparse: bool = True, rows: int = 10) -> nn.Embedding:
     return nn.Embedding(rows, 4, sparse=sparse)
 
 
+def step(optimizer: Any, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def trained(embedding: nn.Embedding, optimizer: Any, steps: int = 5) -> Tensor:
     """The weight after some steps, each with other rows."""
-    for step in range(steps):
-        optimizer.zero_grad()
-        embedding((IDS + step) % len(embedding.weight)).sin().sum().backward()
-        optimizer.step()
+    for number in range(steps):
+        step(optimizer, embedding((IDS + number) % len(embedding.weight)).sin().sum())
     if isinstance(optimizer, sparsestep.Adam) and optimizer.semantics == "dense":
         optimizer.catch_up()
     return embedding.weight.detach()
@@ -55,9 +59,9 @@ class Recorded(TorchDispatchMode):
         return result
 
 
-def operations(step: Callable[[], Any]) -> Recorded:
+def operations(call: Callable[[], Any]) -> Recorded:
     with Recorded() as recorded:
-        step()
+        call()
     return recorded
 
 
@@ -66,8 +70,7 @@ def test_pytorch_1285_every_optimizer_takes_sparse_gradients(make: Any):
     embedding = table()
     before = embedding.weight.detach().clone()
     optimizer = make(embedding.parameters())
-    embedding(IDS).sum().backward()
-    optimizer.step()
+    step(optimizer, embedding(IDS).sum())
     changed = (embedding.weight != before).any(dim=1)
     assert changed.nonzero().flatten().tolist() == [1, 3, 7]
 
@@ -87,10 +90,8 @@ def test_pytorch_25484_sparse_adam_with_weight_decay():
     ours = sparsestep.Adam(embedding.parameters(), lr=0.1, weight_decay=0.5)
     theirs = torch.optim.Adam([rows], lr=0.1, weight_decay=0.5)
     for _ in range(3):
-        ours.zero_grad(), theirs.zero_grad()
-        embedding(IDS).sin().sum().backward()
-        rows[[1, 0, 1, 2]].sin().sum().backward()
-        ours.step(), theirs.step()
+        step(ours, embedding(IDS).sin().sum())
+        step(theirs, rows[[1, 0, 1, 2]].sin().sum())
     torch.testing.assert_close(embedding.weight[[1, 3, 7]], rows)
     assert torch.equal(embedding.weight[OTHERS], before[OTHERS])
 
@@ -102,8 +103,7 @@ def test_pytorch_48482_sparse_adamw(semantics: Any):
     ours = sparsestep.AdamW(sparse.parameters(), lr=0.1, weight_decay=0.5, semantics=semantics)
     theirs = torch.optim.AdamW(dense.parameters(), lr=0.1, weight_decay=0.5)
     for embedding, optimizer in ((sparse, ours), (dense, theirs)):
-        embedding(IDS).sin().sum().backward()
-        optimizer.step()
+        step(optimizer, embedding(IDS).sin().sum())
     ours.catch_up()
     torch.testing.assert_close(sparse.weight[IDS], dense.weight[IDS])
     expected = dense if semantics == "dense" else table()
@@ -181,8 +181,7 @@ def test_pytorch_29816_a_sparse_matrix_is_a_dense_one_with_a_mask():
     weight = nn.Parameter((torch.arange(200.0) % 7 == 3).float().view(20, 10))
     pattern = weight.detach() != 0
     optimizer = sparsestep.SparseAdam([weight], lr=0.01, mask=pattern)
-    torch.sparse.mm(weight.to_sparse(), torch.ones(10, 30)).sum().backward()
-    optimizer.step()
+    step(optimizer, torch.sparse.mm(weight.to_sparse(), torch.ones(10, 30)).sum())
     assert torch.equal(weight != 0, pattern)
     assert (weight[pattern] != 1).all()
 

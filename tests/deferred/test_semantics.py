@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -455,21 +456,16 @@ def test_training_continues_in_the_other_class(
     name: str, options: dict[str, Any], torch_first: bool
 ):
     """A checkpoint is current, and is torch's."""
-    run = standard()
-    theirs, ours = getattr(torch.optim, name), getattr(sparsestep, name)
-
-    def made(param: torch.nn.Parameter, by_torch: bool) -> torch.optim.Optimizer:
-        more = {} if by_torch else {"semantics": "dense"}
-        return (theirs if by_torch else ours)([param], lr=0.1, **options, **more)
-
+    run, theirs = standard(), getattr(torch.optim, name)
+    classes = [theirs, partial(getattr(sparsestep, name), semantics="dense")]
     first = run.param()
-    opt = made(first, torch_first)
+    opt = classes[not torch_first]([first], lr=0.1, **options)
     run.train(opt, first, range(30))
     saved = through_a_file(opt.state_dict())
     wanted = theirs([run.param()], lr=0.1, **options).state_dict()["param_groups"][0]
     assert saved["param_groups"][0].keys() == wanted.keys()
     second = torch.nn.Parameter(first.detach().clone())
-    again = made(second, not torch_first)
+    again = classes[torch_first]([second], lr=0.1, **options)
     again.load_state_dict(saved)
     run.train(again, second, range(30, 60))
     again.state_dict()

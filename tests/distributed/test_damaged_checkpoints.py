@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import io
 import itertools
 import os
 import shutil
 import threading
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,6 +163,21 @@ def test_a_disk_that_is_full_at_any_call_leaves_a_checkpoint(
     assert outcomes.pop(2)
     assert outcomes == sorted(outcomes)  # it fails, then it does not
     assert set(outcomes) == {False, True}
+
+
+def test_a_save_that_failed_lets_go_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(*FULL.args)
+
+    start = _files._Summed.__init__
+    monkeypatch.setattr(_files._Summed, "__init__", lambda self, stream: start(self, Full()))
+    training = Training(1)
+    model = weakref.ref(training.model)
+    assert said(partial(training.save, tmp_path / "saved"), OSError)
+    del training
+    gc.collect()
+    assert model() is None
 
 
 def test_a_process_that_ends_while_it_saves_leaves_a_checkpoint(

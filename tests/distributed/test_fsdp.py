@@ -5,6 +5,7 @@ Two ranks share each parameter. Four are two such pairs, with the same rows each
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.table import same_bits
 from tests.torch_versions import SUMS_SHARDED_GRADIENTS, needs_means_over_gloo
 
 ROWS = 7  # not the same number for both
+BY_ROW = (sparsestep.RowwiseAdagrad, sparsestep.RowwiseAdam)
 
 
 class Model(nn.Module):
@@ -97,39 +99,37 @@ def check_folder(rank: Rank, optimizer: Any) -> None:
 
 
 def check_placements(rank: Rank, optimizers: Any) -> None:
-    """Divided along either dim, or copied; and as torch's AdamW does it."""
+    """Divided along either dim, or copied, with masks; and as torch's AdamW does it."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    grads = [
-        torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step)) for step in range(3)
-    ]
-    mesh = mesh_of(rank)
-    for optimizer in optimizers:
+    mesh, shapes = mesh_of(rank), [(ROWS,), (ROWS, 4)]
+    for optimizer, placement in itertools.product(optimizers, (Replicate(), Shard(0), Shard(1))):
+        draw, is_torchs = torch.Generator().manual_seed(0), optimizer is torch.optim.AdamW
+        where = [Replicate()] * (mesh.ndim - 1) + [placement]
         plain = nn.Parameter(torch.ones(ROWS, 4))
+        param = nn.Parameter(distribute_tensor(torch.ones(ROWS, 4), mesh, where))
         theirs = make(optimizer, [plain])
-        for grad in grads:
-            plain.grad = grad
+        opt = make(sparsestep.AdamW if is_torchs else optimizer, [param])
+        if optimizer in BY_ROW and placement == Shard(1):  # such a rule would see half a row
+            param.grad = distribute_tensor(torch.ones(ROWS, 4), mesh, where)
+            with pytest.raises(sparsestep.InputError):
+                opt.step()
+            assert torch.equal(param.full_tensor().detach(), torch.ones(ROWS, 4))
+            continue
+        for step in range(6):
+            if not is_torchs:  # also before there is state
+                mask = None if step == 4 else torch.rand(shapes[step % 2], generator=draw) < 0.5
+                theirs.set_mask(plain, mask)
+                opt.set_mask(param, mask)
+            grad = torch.randn(ROWS, 4, generator=draw)
+            plain.grad, param.grad = grad, distribute_tensor(grad, mesh, where)
             theirs.step()
-        optimizer = sparsestep.AdamW if optimizer is torch.optim.AdamW else optimizer
-        for placement in (Replicate(), Shard(0), Shard(1)):
-            where = [Replicate()] * (mesh.ndim - 1) + [placement]
-            param = nn.Parameter(distribute_tensor(torch.ones(ROWS, 4), mesh, where))
-            opt = make(optimizer, [param])
-            by_row = optimizer in (sparsestep.RowwiseAdagrad, sparsestep.RowwiseAdam)
-            for grad in grads:
-                param.grad = distribute_tensor(grad, mesh, where)
-                if by_row and placement == Shard(1):  # such a rule would see half a row
-                    with pytest.raises(sparsestep.InputError):
-                        opt.step()
-                else:
-                    opt.step()
+            opt.step()
             whole = param.full_tensor().detach()
-            if by_row and placement == Shard(1):
-                assert torch.equal(whole, torch.ones(ROWS, 4))
-            elif type(theirs) is torch.optim.AdamW:
+            if is_torchs:
                 torch.testing.assert_close(whole, plain.detach())
             else:
-                assert same_bits(whole, plain.detach()), (optimizer, placement)
+                assert same_bits(whole, plain.detach()), (optimizer, placement, step)
 
 
 @ranks(2)
@@ -157,29 +157,3 @@ def test_a_sparse_gradient_is_that_of_the_local_rows(rank: Rank):
     opt.step([sparsestep.IndexedGrad(torch.tensor([0, 2, 0]), torch.ones(3, 4))])
     moved = [-2.0, 0.0, -1.0, 0.0, -2.0, 0.0, -1.0]
     assert table.full_tensor().tolist() == [[value] * 4 for value in moved]
-
-
-@ranks(2)
-def test_masks_of_a_dtensor_are_those_of_the_whole(rank: Rank):
-    """Set before there is state, and later; each rank keeps the state of its own part."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    draw = torch.Generator().manual_seed(0)
-    shapes = [(ROWS,), (ROWS, 4)]
-    for placement in (Replicate(), Shard(0), Shard(1)):
-        for optimizer in (sparsestep.Adam, sparsestep.SGD, sparsestep.RowwiseAdam):
-            if placement == Shard(1) and optimizer is sparsestep.RowwiseAdam:
-                continue  # which needs whole rows
-            plain = nn.Parameter(torch.ones(ROWS, 4))
-            where = [Replicate()] * (mesh_of(rank).ndim - 1) + [placement]
-            param = nn.Parameter(distribute_tensor(torch.ones(ROWS, 4), mesh_of(rank), where))
-            theirs, opt = make(optimizer, [plain]), make(optimizer, [param])
-            for step in range(6):
-                mask = None if step == 4 else torch.rand(shapes[step % 2], generator=draw) < 0.5
-                grad = torch.randn(ROWS, 4, generator=draw)
-                theirs.set_mask(plain, mask)
-                opt.set_mask(param, mask)
-                plain.grad, param.grad = grad, distribute_tensor(grad, mesh_of(rank), where)
-                theirs.step()
-                opt.step()
-                assert same_bits(param.full_tensor().detach(), plain.detach()), (placement, step)

@@ -6,11 +6,13 @@ Each host is a network namespace. Making one takes iproute2 and the rights of an
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,65 @@ def test_training_goes_on_without_a_host_that_was_cut_off(tmp_path: Path):
         for agent in agents:
             agent.kill()
             agent.communicate()
+
+
+CUT = """
+    if dist.get_world_size() == 4 and model.step == 25 and os.environ["TEST_HOST"] == "4":
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_GLOO, reason="needs gloo")
+def test_the_program_and_the_command_of_the_page_go_on_without_a_host(tmp_path: Path):
+    """As a reader copies them, but with this test's folder and addresses, and less to wait for."""
+    page = (ROOT / "docs" / "how-to" / "several-hosts.md").read_text()
+    program, command = re.findall(r"^```(?:python|sh)\n(.*?)^```", page, re.M | re.S)
+    checkpoint = tmp_path / "checkpoint"
+    for old, new in {
+        "/mnt/shared/checkpoint": str(checkpoint),
+        "seconds=60": f"seconds={TIMEOUT}",
+        "STEPS, SAVE_EVERY = 2_000, 100": "import os, subprocess\nSTEPS, SAVE_EVERY = 40, 10",
+        "    optimizer.step()\n": f"    optimizer.step(){CUT}",
+    }.items():
+        assert old in program
+        program = program.replace(old, new)
+    (tmp_path / "train.py").write_text(program)
+    agents: list[Any] = []
+    try:
+        with namespaces(4) as names:
+            for host, name in enumerate(names, 1):
+                mine = command.replace("ME=10.0.0.1", f"ME=10.0.0.{host}")
+                mine = mine.replace("10.0.0.", "10.77.0.")
+                agents.append(shell(mine, tmp_path, name, host))
+            for agent in agents[:-1]:
+                agent.wait(timeout=240)
+    except NamespaceError as error:
+        pytest.skip(str(error))
+    finally:
+        for agent in agents:
+            with suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+    printed = "".join((tmp_path / f"{host}.log").read_text() for host in range(1, 4))
+    assert [agent.returncode for agent in agents[:-1]] == [0, 0, 0], printed
+    found = re.findall(r"^(\d) ranks, from step (\d+)$", printed, re.M)
+    assert found == [("4", "0"), ("3", "20")]
+    assert sparsestep.distributed.consolidate(checkpoint)["model"]["step"] == 40
+
+
+def shell(command: str, folder: Path, namespace: str, host: int) -> subprocess.Popen[bytes]:
+    """A command, with the programs of this environment, in a namespace; it writes a log."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with (folder / f"{host}.log").open("w") as log:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", namespace, "sh", "-c", command],
+            cwd=folder,
+            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "TEST_HOST": str(host)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 @pytest.mark.slow

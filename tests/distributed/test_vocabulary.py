@@ -18,7 +18,7 @@ from tests.distributed.test_collectives import Counted
 from tests.faults.snapshot import Snapshot, of_optimizer, snapshot
 from tests.nn.cases import splitmix64
 from tests.ranks import Rank, ranks
-from tests.table import all_same_bits, same_bits
+from tests.table import same_bits
 
 shard, Vocabulary = sparsestep.distributed.shard, sparsestep.distributed.Vocabulary
 local_of = sparsestep.nn.Vocabulary
@@ -339,8 +339,10 @@ def features_of(ids: Tensor) -> dict[str, Tensor]:
 
 @ranks(1, 3)
 @pytest.mark.parametrize("name", list(OPTIONS))
-@pytest.mark.parametrize("order", ["global", "fast"])
-def test_a_collection_looks_up_ids_in_one_exchange(rank: Rank, name: str, order: Any):
+@pytest.mark.parametrize(("order", "prefetch"), [("global", 0), ("fast", 0), ("global", 1)])
+def test_a_collection_looks_up_ids_in_one_exchange(
+    rank: Rank, name: str, order: Any, prefetch: int
+):
     """The rows and weights that the vocabularies and tables of one process have, to the bit."""
     options = OPTIONS[name]
     model = Features(**options)
@@ -354,10 +356,11 @@ def test_a_collection_looks_up_ids_in_one_exchange(rank: Rank, name: str, order:
     reference = sparsestep.Adam(plain.parameters(), lr=0.1)
     one, bag = OneProcess(world, options), OneProcess(world, options, rows=ROWS - 5)
     evicted = 0
-    for step in range(STEPS):
+    loader = [features_of(batch_of(step, rank.index)) for step in range(STEPS)]
+    for step, batch in enumerate(sparsestep.distributed.lockstep(loader, prefetch)):
         optimizer.zero_grad()
         before = counted.number
-        found = model.tables(features_of(batch_of(step, rank.index)))
+        found = model.tables(batch)
         assert counted.since(before) <= 4  # one more than without vocabularies
         sum(each.sum() * (1 + step) for each in found.values()).backward()
         optimizer.step()
@@ -380,24 +383,6 @@ def test_a_collection_looks_up_ids_in_one_exchange(rank: Rank, name: str, order:
     for key, rows_of_table in Features.sizes.items():
         weight = model.tables.tables[key].weight
         assert same_bits(whole(rank, weight, rows=rows_of_table), plain[key].weight.detach())
-
-
-@ranks(2)
-def test_ids_that_are_sent_in_advance_get_the_same_rows(rank: Rank):
-    found = []
-    for prefetch in (0, 1):
-        model = Features(evict="lru")
-        shard(model, plan={"fixed": "rows"}, order="global")
-        optimizer = sparsestep.Adam(model.parameters(), lr=0.1)
-        model.tables.attach(optimizer)
-        loader = [features_of(batch_of(step, 5 * rank.index)) for step in range(STEPS)]
-        for batch in sparsestep.distributed.lockstep(loader, prefetch=prefetch):
-            optimizer.zero_grad()
-            sum(each.square().sum() for each in model.tables(batch).values()).backward()
-            optimizer.step()
-        assert model.tables.vocabularies["bag"].taken_over.numel()
-        found.append(list(model.state_dict().values()))
-    assert all_same_bits(*found)
 
 
 @ranks(3)

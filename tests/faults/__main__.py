@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tests.faults import allocations
@@ -56,31 +56,31 @@ def search(options: argparse.Namespace) -> int:
     everything = {**operations.OPERATIONS, **ranks.OPERATIONS}
     if options.module:
         everything = importlib.import_module(options.module).OPERATIONS
-    chosen = [
-        (operation, fault)
-        for operation, make in everything.items()
-        for fault in make.faults
-        if any(fnmatch.fnmatch(f"{operation}/{fault}", pattern) for pattern in options.pairs)
+    pairs = [
+        f"{operation}/{fault}" for operation, make in everything.items() for fault in make.faults
     ]
-    expected: dict[tuple[str, str], harness.Expected] = {}
+    chosen = [p for p in pairs if any(fnmatch.fnmatch(p, each) for each in options.pairs)]
+    expected: dict[str, harness.Expected] = {}
+    tally = processes.Tally()
 
-    def call(pair: tuple[str, str], function: Callable[..., Any], *arguments: Any) -> Any:
-        make, injector = everything[pair[0]], INJECTORS[pair[1]]
-        return harness.outcome_of(lambda: function(make, injector(), *arguments))
-
-    def calibrated(pair: tuple[str, str]) -> Any:
-        return call(pair, harness.calibrate)
-
-    def disturbed(case: tuple[tuple[str, str], int]) -> Any:
+    def work(case: tuple[str, int | None]) -> Any:
+        """Calibrate a pair of operation and fault, or run it with the fault at the n-th event."""
         pair, nth = case
-        return call(pair, harness.run_case, nth, expected[pair])
+        operation, _, fault = pair.rpartition("/")
+        return harness.outcome_of(
+            everything[operation], INJECTORS[fault](), nth, expected.get(pair)
+        )
 
-    def run(batches: Iterator[list[Any]], work: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
-        for key, found in processes.run(batches, work, options.workers, harness.TIMEOUT):
+    def run(batches: Iterator[list[tuple[str, int | None]]]) -> None:
+        for (pair, nth), found in processes.run(batches, work, options.workers, harness.TIMEOUT):
+            if isinstance(found, harness.Expected):
+                expected[pair] = found
+                continue
             is_lost = isinstance(found, processes.Lost)
-            yield key, harness.outcome_of_lost(found) if is_lost else found
+            kind, detail = harness.outcome_of_lost(found) if is_lost else found
+            tally.add(f"{pair}: {kind}", nth, *detail.split("\n", 1))
 
-    def cases() -> Iterator[list[tuple[tuple[str, str], int]]]:
+    def cases() -> Iterator[list[tuple[str, int | None]]]:
         chance = random.Random(options.seed)
         turns = len(options.nth) if options.nth else options.sample
         for turn in (range(turns) if turns else itertools.count()) if expected else ():
@@ -95,22 +95,11 @@ def search(options: argparse.Namespace) -> int:
                     return
                 yield [(pair, nth)]
 
-    tally = processes.Tally()
-
-    def add(pair: tuple[str, str], nth: int | None, outcome: harness.Outcome) -> None:
-        kind = "/".join(pair) + f": {outcome.kind}"
-        tally.add(kind, nth, *outcome.detail.split("\n", 1))
-
-    for pair, found in run(([pair] for pair in chosen), calibrated):
-        if isinstance(found, harness.Outcome):
-            add(pair, None, found)
-        else:
-            expected[pair] = found
+    run([(pair, None)] for pair in chosen)
     print(f"{len(expected)} pairs of operation and fault", flush=True)
     end = time.monotonic() + options.seconds if options.seconds else float("inf")
     try:
-        for (pair, nth), outcome in run(cases(), disturbed):
-            add(pair, nth, outcome)
+        run(cases())
     except KeyboardInterrupt:
         print("stopped")
     print(tally.report())

@@ -57,10 +57,14 @@ class FindingError(Exception):
     """Not all, and not nothing."""
 
 
-def outcome_of(work: Callable[[], Any]) -> Any:
-    """What a case gives; its errors are findings."""
+def outcome_of(
+    make: type[Operation], injector: Injector, nth: int | None, expected: Expected | None
+) -> Expected | Outcome:
+    """Run a case, or calibrate it if nothing is expected yet; errors are findings."""
     try:
-        return work()
+        if nth is None or expected is None:
+            return calibrate(make, injector)
+        return run_case(make, injector, nth, expected)
     except FindingError as finding:
         return Outcome("finding", str(finding))
     except BaseException as error:

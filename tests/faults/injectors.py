@@ -19,15 +19,10 @@ NEVER = 1 << 62
 
 
 class Injector:
-    """A fault at the n-th of an operation's events.
+    """A fault at the n-th of an operation's events."""
 
-    Attributes:
-        raises: what an operation may raise because of it.
-        kills: whether the process ends.
-    """
-
-    raises: tuple[type[BaseException], ...] = ()
-    kills = False
+    raises: tuple[type[BaseException], ...] = ()  # what an operation may raise because of it
+    kills = False  # whether the process ends
 
     def count(self, run: Callable[[], None]) -> int:
         """Run the operation undisturbed; the number of its events."""

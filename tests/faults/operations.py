@@ -24,17 +24,11 @@ Make = Callable[[Any], RuleOptimizer]
 
 
 class Operation:
-    """Something that must happen as a whole or not at all; a step, if nothing else is said.
+    """Something that must happen as a whole or not at all; a step, if nothing else is said."""
 
-    Attributes:
-        faults: names of the faults that apply. ``"kill"`` needs ``reopen``.
-        may_raise_late: whether torch may still run out of memory when the operation is complete.
-        pending: the batch whose gradients are there, if there are any.
-    """
-
-    faults: tuple[str, ...] = ("line", "allocation", "signal")
-    may_raise_late = False
-    pending: int | None = None
+    faults: tuple[str, ...] = ("line", "allocation", "signal")  # "kill" needs ``reopen``
+    may_raise_late = False  # whether torch may still run out of memory when it is complete
+    pending: int | None = None  # the batch whose gradients are there
     optimizer: RuleOptimizer
 
     def __init__(self, folder: Path) -> None:

@@ -38,6 +38,7 @@ class RankOperation(Operation):
         semantics: of the optimizer; with ``"dense"``, it tracks the model.
         dim: elements of a row.
         bags: how many a rank looks up.
+        layers: parameters whose gradients ranks add up.
         is_repeatable: whether it can be called again when ranks were interrupted; otherwise they
             may have lost each other.
     """

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,12 +16,10 @@ from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.spoiling import spoil
 from tests.fuzz.world import Say, World
 from tests.generate.params import folder_of_tables
-from tests.generate.source import NotApplicableError, SeededSource, Source
+from tests.generate.source import NotApplicableError, SeededSource
 from tests.oracle import FindingError
 from tests.processes import Lost
 from tests.table import INSTRUCTION_SETS
-
-Kind = Callable[[Source, Say], None]
 
 
 @dataclass
@@ -34,42 +31,28 @@ class Outcome:
     detail: str = ""
 
 
-def training(chance: Source, say: Say, *, by_hand: bool, garbage: bool) -> None:
-    """Operations on an optimizer, or on one that is given gradients by hand."""
-    world = World(chance, say, by_hand=by_hand)
+Kind = tuple[type[World], bool, dict[Any, int], int]  # by hand, operations, weight
+VALID: dict[str, Kind] = {
+    "optimizer": (World, False, OPERATIONS, 15),
+    "by hand": (World, True, OPERATIONS, 12),
+    "dense semantics": (dense.DenseWorld, False, dense.OPERATIONS, 6),
+    "dense semantics by hand": (dense.DenseWorld, True, dense.OPERATIONS, 3),
+}
+WITH_GARBAGE = " and garbage"
+KINDS = {**VALID, **{f"{name}{WITH_GARBAGE}": kind for name, kind in VALID.items()}}
+
+
+def program(world: World, operations: dict[Any, int], *, garbage: bool) -> None:
+    """Some operations on an optimizer, one after the other."""
     world.build()
-    for _ in range(chance.integer(1, 6)):
-        if garbage and chance.one_in(2):
+    for _ in range(world.chance.integer(1, 8)):
+        if garbage and world.chance.one_in(2):
             spoil(world)
         else:
-            chance.weighted(OPERATIONS)(world)
+            world.chance.weighted(operations)(world)
         if world.over:
             return
-    if garbage:
-        spoil(world)
-
-
-def dense_semantics(chance: Source, say: Say, *, garbage: bool) -> None:
-    world = dense.DenseWorld(chance, say, by_hand=chance.one_in(3))
-    world.build()
-    for _ in range(chance.integer(3, 12)):
-        chance.weighted(dense.WITH_GARBAGE if garbage else dense.OPERATIONS)(world)
-        if world.over:
-            return
-    world.check()
-
-
-VALID: dict[str, tuple[Kind, int]] = {
-    "optimizer": (partial(training, by_hand=False, garbage=False), 15),
-    "by hand": (partial(training, by_hand=True, garbage=False), 12),
-    "dense semantics": (partial(dense_semantics, garbage=False), 8),
-}
-KINDS: dict[str, tuple[Kind, int]] = {
-    **VALID,
-    "optimizer and garbage": (partial(training, by_hand=False, garbage=True), 12),
-    "by hand and garbage": (partial(training, by_hand=True, garbage=True), 12),
-    "dense semantics and garbage": (partial(dense_semantics, garbage=True), 5),
-}
+    world.end()
 
 
 def prepare() -> None:
@@ -87,10 +70,11 @@ def run(seed: int, tell: Say | None = None) -> Outcome:
     torch.set_num_threads(1)
     if INSTRUCTION_SETS:
         _native.use_instruction_set(chance.pick(INSTRUCTION_SETS))
-    name = chance.weighted({name: weight for name, (_, weight) in KINDS.items()})
+    name = chance.weighted({name: weight for name, (*_, weight) in KINDS.items()})
+    make, by_hand, operations, _ = KINDS[name]
     say(f"{name}, instruction set {_native.instruction_set()}")
     try:
-        KINDS[name][0](chance, say)
+        program(make(chance, say, by_hand=by_hand), operations, garbage=WITH_GARBAGE in name)
     except FindingError as found:
         return Outcome(name, found.kind, found.detail)
     except NotApplicableError:

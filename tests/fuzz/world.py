@@ -147,6 +147,9 @@ class World(Subject):
             return
         self.check(drawn, wanted, before)
 
+    def end(self) -> None:
+        """When the program has ended."""
+
 
 def refused(world: World, call: Callable[[], Any], during: str, *, must: bool) -> bool:
     """Do what should be refused; whether it was. A refusal is a sentence and changes nothing."""

@@ -69,21 +69,13 @@ def each_case(
 
 @dataclass
 class Case:
-    """Parameters, their gradients step by step, masks and options.
+    """Parameters, their gradients step by step, masks and options."""
 
-    Attributes:
-        start: what the parameters are at the start, with any strides.
-        steps: a gradient or none of each parameter, for each step.
-        masks: a mask or none of each parameter; of elements, or of rows.
-        by_hand: whether some gradients can only be passed to a functional optimizer.
-        options: lr and maximize.
-    """
-
-    start: list[Tensor]
-    steps: list[list[Drawn | None]]
-    masks: list[Tensor | None]
-    by_hand: bool
-    options: dict[str, Any]
+    start: list[Tensor]  # parameters, with any strides
+    steps: list[list[Drawn | None]]  # a gradient or none of each parameter
+    masks: list[Tensor | None]  # of elements, or of rows
+    by_hand: bool  # whether some gradients can only be passed to a functional optimizer
+    options: dict[str, Any]  # lr and maximize
 
     def applies(self, variant: Variant) -> bool:
         return variant.cls.supports_complex or not self.start[0].is_complex()

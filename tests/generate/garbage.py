@@ -169,63 +169,55 @@ def _compressed(param: Tensor) -> dict[str, Any]:
     *batch, rows, columns = param.shape
     for layout in COMPRESSED:
         groups, size = (rows, columns) if layout in BY_ROW else (columns, rows)
-        is_blocked = layout in BLOCKED
-        name = str(layout).removeprefix("torch.sparse_").upper()
+        kind = str(layout).removeprefix("torch.sparse_").upper()
+        starts, others = torch.arange(groups + 1), torch.zeros(groups, dtype=torch.int64)
+        one = torch.ones(*batch, groups + 1, 1, 1, dtype=param.dtype)
+        one = one if layout in BLOCKED else one[..., 0, 0]
+        whole = one.narrow(len(batch), 0, groups)
 
         def made(
-            starts: Tensor,
-            others: Tensor,
-            count: int = groups,
-            block: tuple[int, ...] = (1, 1) if is_blocked else (),
-            dtype: torch.dtype = param.dtype,
-            layout: torch.layout = layout,
+            starts: Tensor = starts,
+            others: Tensor = others,
+            values: Tensor = whole,
             shape: Any = param.shape,
+            layout: torch.layout = layout,
         ) -> Tensor:
+            indices = (each.expand(*batch, -1) for each in (starts, others))
             return torch.sparse_compressed_tensor(
-                starts.expand(*batch, -1),
-                others.expand(*batch, -1),
-                torch.ones(*batch, count, *block, dtype=dtype),
-                shape,
-                layout=layout,
-                check_invariants=False,
+                *indices, values, shape, layout=layout, check_invariants=False
             )
 
-        starts, others = torch.arange(groups + 1), torch.zeros(groups, dtype=torch.int64)
-        for text, place, bad in (
-            ("begin late", 0, 1),
-            ("begin early", 0, -1),
-            ("end early", -1, groups - 1),
-            ("end late", -1, groups + 7),
-        ):
-            moved = starts.clone()
-            moved[place] = bad
-            found[f"{name} starts that {text}"] = made(moved, others)
-        if groups > 1:
-            found[f"{name} starts that fall"] = made(
-                starts[[0, 2, 1, *range(3, groups + 1)]], others
-            )
-        for bad, text in ((size, "too large"), (-1, "negative"), (2**31 - 1, "2**31 - 1")):
-            outside = others.clone()
-            outside[-1] = bad
-            found[f"{name} index {text}"] = made(starts, outside)
-        found[f"{name} with too few starts"] = made(starts[:-1], others)
-        found[f"{name} with too many starts"] = made(torch.cat([starts, starts[-1:]]), others)
-        found[f"{name} without starts"] = made(starts[:0], others)
-        found[f"{name} with starts of floats"] = made(starts.float(), others)
-        found[f"{name} with fewer values"] = made(starts, others, groups - 1)
-        found[f"{name} with more values"] = made(starts, others, groups + 1)
-        found[f"{name} of integers"] = made(starts, others, dtype=torch.int64)
-        smaller = (*batch, rows + 1, columns + 1)
-        found[f"{name} of another shape"] = made(starts, others, shape=smaller)
+        def put(tensor: Tensor, place: int, value: int) -> Tensor:
+            return torch.where(torch.arange(len(tensor)) == place % len(tensor), value, tensor)
+
+        swapped = [0, 2, 1, *range(3, groups + 1)]
+        bad = {
+            "starts that begin late": made(put(starts, 0, 1)),
+            "starts that begin early": made(put(starts, 0, -1)),
+            "starts that end early": made(put(starts, -1, groups - 1)),
+            "starts that end late": made(put(starts, -1, groups + 7)),
+            **({"starts that fall": made(starts[swapped])} if groups > 1 else {}),
+            "index too large": made(others=put(others, -1, size)),
+            "index negative": made(others=put(others, -1, -1)),
+            "index 2**31 - 1": made(others=put(others, -1, 2**31 - 1)),
+            "with too few starts": made(starts[:-1]),
+            "with too many starts": made(torch.cat([starts, starts[-1:]])),
+            "without starts": made(starts[:0]),
+            "with starts of floats": made(starts.float()),
+            "with fewer values": made(values=one.narrow(len(batch), 0, groups - 1)),
+            "with more values": made(values=one),
+            "of integers": made(values=whole.real.long()),
+            "of another shape": made(shape=(*batch, rows + 1, columns + 1)),
+        }
         if not batch:
-            part = "col_indices" if layout in BY_ROW else "row_indices"
-            found[f"{name} whose indices were released"] = grad = made(starts, others.clone())
-            released(getattr(grad, part)())
-        if is_blocked:
-            found[f"{name} without blocks"] = made(starts, others, block=())
-            uneven = made(starts, others, block=(rows + 1, columns + 1))
-            found[f"{name} with blocks that do not fit"] = uneven
-            found[f"{name} with empty blocks"] = made(starts, others, block=(0, 0))
+            grad = bad["whose indices were released"] = made(others=others.clone())
+            released(grad.col_indices() if layout in BY_ROW else grad.row_indices())
+        if layout in BLOCKED:
+            values = torch.ones(*batch, groups, rows + 1, columns + 1, dtype=param.dtype)
+            bad["without blocks"] = made(values=values[..., 0, 0])
+            bad["with blocks that do not fit"] = made(values=values)
+            bad["with empty blocks"] = made(values=values[..., :0, :0])
+        found |= {f"{kind} {name}": grad for name, grad in bad.items()}
     return found
 
 

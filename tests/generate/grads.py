@@ -23,18 +23,11 @@ REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass
 class Drawn:
-    """A gradient, and its meaning.
-
-    Attributes:
-        grad: what is given to the library.
-        dense: the sum of all entries, in float64 or complex128.
-        held: which elements it holds.
-        text: how it is described.
-    """
+    """A gradient as it is given to the library, and its meaning."""
 
     grad: Any
-    dense: Tensor
-    held: Tensor
+    dense: Tensor  # the sum of all entries, in float64 or complex128
+    held: Tensor  # which elements it holds
     text: str = ""
 
     def __post_init__(self) -> None:

@@ -16,16 +16,10 @@ from tests.generate.grads import BLOCKED, Drawn, compress
 
 @dataclass
 class Entries:
-    """What a gradient of a matrix holds: ``values`` where ``held`` is true.
+    """What a gradient of a matrix holds: ``values`` where ``held`` is true."""
 
-    Attributes:
-        values: numbers whose sums are exact; what is not held does not count.
-        held: which elements are touched, in whole blocks of ``unit``.
-        unit: how high and how wide these blocks are.
-    """
-
-    values: Tensor
-    held: Tensor
+    values: Tensor  # whose sums are exact
+    held: Tensor  # in whole blocks of ``unit``
     unit: tuple[int, int] = (1, 1)
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(1))
 

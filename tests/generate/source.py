@@ -19,13 +19,10 @@ class NotApplicableError(Exception):
 
 
 class Source(ABC):
-    """Random choices. Subclasses draw an integer and seed a generator of tensors.
+    """Random choices. Subclasses draw an integer and seed a generator of tensors."""
 
-    Attributes:
-        exact: whether tensors hold multiples of 1/8, whose sums are exact in every dtype and every
-            order; otherwise full mantissas.
-    """
-
+    # Tensors hold multiples of 1/8, whose sums are exact in every dtype and every order; otherwise
+    # full mantissas.
     exact = True
 
     @abstractmethod

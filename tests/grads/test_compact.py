@@ -29,19 +29,19 @@ NORM_TYPES = (2.0, 1.0, 0.5, 3.0, math.inf, -math.inf, 0.0, -1.0)
 
 
 @st.composite
-def parts(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> IndexedGrad:
+def parts(draw: st.DrawFn, shapes: Any = ((6, 4), (24, 1)), most: int = 12) -> IndexedGrad:
     """Rows or elements; with and without ``source`` and ``scale``."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    slots, block = draw(st.sampled_from([(6, 4), (24, 1)]))
-    entries, rows = draw(st.integers(0, 12)), draw(st.integers(1, 4))
+    slots, block = draw(st.sampled_from(shapes))
+    entries, rows = draw(st.integers(0, most)), draw(st.integers(1, 4))
     source = draw(st.booleans())
     return IndexedGrad(
         torch.randint(slots, (entries,), generator=generator),
-        torch.randn(rows if source else entries, block, generator=generator).to(dtype),
+        torch.randn(rows if source else entries, block, generator=generator).double(),
         slots,
         block,
         torch.randint(rows, (entries,), generator=generator) if source else None,
-        torch.randn(entries, generator=generator).to(dtype) if draw(st.booleans()) else None,
+        torch.randn(entries, generator=generator).double() if draw(st.booleans()) else None,
     )
 
 
@@ -53,7 +53,6 @@ def dense(some: list[IndexedGrad]) -> Tensor:
     """In plain loops."""
     total = torch.zeros(SHAPE, dtype=torch.float64)
     for part in some:
-        assert part.indices is not None
         for entry, slot in enumerate(part.indices.tolist()):
             row = entry if part.value_index is None else int(part.value_index[entry])
             factor = 1.0 if part.scale is None else float(part.scale[entry])
@@ -158,8 +157,8 @@ def test_operations_that_leave_it_compact(name: str, some: list[IndexedGrad], dt
         assert same(part.values, before)  # autograd's memory is not written to
 
 
-def _as(part: IndexedGrad, dtype: torch.dtype) -> IndexedGrad:
-    scale = None if part.scale is None else part.scale.to(dtype)
+def _as(part: IndexedGrad, dtype: torch.dtype, of_scale: torch.dtype | None = None) -> IndexedGrad:
+    scale = None if part.scale is None else part.scale.to(of_scale or dtype)
     return part._replace(values=part.values.to(dtype), scale=scale)
 
 
@@ -370,28 +369,6 @@ RULES = {
 }
 
 
-def lookup_part(seed: int, entries: int, form: str, dtype: torch.dtype) -> IndexedGrad:
-    """What one lookup leaves: a row for each id, or one for each bag, with factors or without."""
-    chance = torch.Generator().manual_seed(seed)
-    positions = torch.randint(ROWS, (entries,), generator=chance)
-    bags = entries if form == "rows" else 3
-    values = torch.randn(bags, DIM, generator=chance).to(dtype)
-    source = None if form == "rows" else torch.randint(bags, (entries,), generator=chance)
-    scale = torch.rand(entries, generator=chance) if form == "weighted bags" else None
-    return IndexedGrad(positions, values, ROWS, DIM, source, scale)
-
-
-several_parts = st.lists(
-    st.tuples(
-        st.integers(0, 99),
-        st.sampled_from([0, 1, 20, 300]),
-        st.sampled_from(["rows", "bags", "weighted bags"]),
-    ),
-    min_size=2,
-    max_size=4,
-)
-
-
 def never(forms: Any) -> IndexedGrad:
     raise AssertionError("values were copied")
 
@@ -411,13 +388,13 @@ def stepped(rule: str, dtype: torch.dtype, grads: list[Tensor]) -> list[Tensor]:
 @given(
     rule=st.sampled_from(sorted(RULES)),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    forms=several_parts,
+    some=st.lists(parts(((ROWS, DIM),), 300), min_size=2, max_size=4),
     threads=st.sampled_from([1, 2]),
 )
 def test_several_parts_give_the_bits_of_one_that_is_put_together(
-    rule: str, dtype: torch.dtype, forms: list[tuple[int, int, str]], threads: int
+    rule: str, dtype: torch.dtype, some: list[IndexedGrad], threads: int
 ):
-    found = [lookup_part(*each, dtype) for each in forms]
+    found = [_as(part, dtype, torch.float32) for part in some]
     like, shape = torch.empty(0, dtype=dtype), torch.Size([ROWS, DIM])
     first = CompactGrad.of([found[0]], shape, like)
     together = CompactGrad.of([CompactGrad.of(found, shape, like).indexed()], shape, like)
@@ -456,7 +433,7 @@ def test_values_that_the_step_writes_are_read_before():
 def test_a_bad_id_in_any_part_changes_nothing(where: int):
     param = torch.nn.Parameter(torch.ones(ROWS, DIM))
     optimizer = sparsestep.Adagrad([param], lr=0.1)
-    forms = [lookup_part(seed, 20, "rows", torch.float32) for seed in (1, 2)]
+    forms = [IndexedGrad(torch.arange(20) % ROWS, torch.ones(20, DIM), ROWS, DIM) for _ in range(2)]
     param.grad = CompactGrad.of(forms, param.shape, param)
     optimizer.step()
     optimizer.step()

@@ -90,7 +90,6 @@ def bags(draw: st.DrawFn) -> IndexedGrad:
 
 def of_dtype(grad: IndexedGrad, dtype: torch.dtype) -> IndexedGrad:
     """The same in another precision; with a row for each entry where there is no source."""
-    assert grad.indices is not None
     if grad.value_index is None:
         rows = torch.arange(grad.indices.numel()) % len(grad.values)
         grad = grad._replace(values=grad.values[rows])
@@ -154,7 +153,6 @@ def test_the_bits_of_norms_do_not_depend_on_how_many_threads_share_them():
 def test_norms_of_what_is_not_finite_and_of_what_overflows(order: float):
     values = torch.tensor([[math.nan, 1.0], [math.inf, 2.0], [3e38, 3e38]])
     norms = slot_norms((IndexedGrad(torch.tensor([2, 0, 1]), values, 3, 2),), order)
-    assert norms is not None
     assert norms[0].isnan()
     assert norms[1] == math.inf
     # In float64, which holds what would overflow in float32.

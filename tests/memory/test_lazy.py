@@ -28,6 +28,7 @@ def test_zeros_are_ordinary_tensors(shape):
 # Rows of a table that is lazy, too; a few rows that a mask selects; a few entries in every layout.
 PROGRAM = """
 import warnings
+from contextlib import contextmanager
 import torch, sparsestep
 from sparsestep import functional
 from sparsestep.memory import lazy
@@ -36,38 +37,37 @@ def resident():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024
 
+@contextmanager
+def grows_by_less_than(mebibytes, of=""):
+    before = resident()
+    yield
+    grown = resident() - before
+    assert grown < mebibytes, f"{of}: {grown} MiB"
+
 shape, cpu = torch.Size([40_000_000, 16]), torch.device("cpu")
 param = lazy.zeros(shape, torch.float32, cpu)
-opt = sparsestep.SparseAdam([param], lr=0.1)
 rows = (torch.arange(256) * (len(param) // 256))[None]
-before = resident()
-for _ in range(2):
-    param.grad = torch.sparse_coo_tensor(rows, torch.ones(256, 16), param.shape)
-    opt.step()
-grown = resident() - before
-assert grown < 64, f"{grown} MiB"  # the table has 2,441
-assert param[rows[0]].max() < -0.1
-
-opt = sparsestep.SGD([param], lr=0.1, momentum=0.9, semantics="dense")
-before = resident()
-for _ in range(2):
-    opt.catch_up(param, rows)
-    param.grad = torch.sparse_coo_tensor(rows, torch.ones(256, 16), param.shape)
-    opt.step()
-grown = resident() - before
-assert grown < 64, f"{grown} MiB"  # the last steps of all rows would be 152
+for opt in (
+    sparsestep.SparseAdam([param], lr=0.1),
+    sparsestep.SGD([param], lr=0.1, momentum=0.9, semantics="dense"),
+):
+    # The table has 2,441 MiB, the last steps of all rows would be 152.
+    with grows_by_less_than(64, type(opt).__name__):
+        for _ in range(2):
+            opt.catch_up(param, rows)
+            param.grad = torch.sparse_coo_tensor(rows, torch.ones(256, 16), param.shape)
+            opt.step()
+    assert param[rows[0]].max() < -0.1
 
 shape = torch.Size([150_000, 1_024])
 param, grad = (lazy.zeros(shape, torch.float32, cpu) for _ in range(2))
 mask = torch.arange(len(param)) >= len(param) - 5
 grad[mask] = 1.0
 opt = sparsestep.AdamW([{"params": [param], "mask": mask}], lr=0.1)
-before = resident()
-for _ in range(3):
-    param.grad = grad
-    opt.step()
-grown = resident() - before
-assert grown < 16, f"{grown} MiB"  # the moments of all rows would be 1,172
+with grows_by_less_than(16, "mask"):  # the moments of all rows would be 1,172
+    for _ in range(3):
+        param.grad = grad
+        opt.step()
 assert param[mask].max() < -0.2
 
 warnings.simplefilter("ignore")
@@ -88,13 +88,11 @@ grads = {
     "indexed": sparsestep.IndexedGrad(rows * 2**15 + columns, values, 2**32, 1),
 }
 sums = torch.zeros(2**17)
-before = resident()
-for engine in ("native", "reference"):
-    for name, grad in grads.items():
-        functional.adagrad_(param, grad, state, step=1, engine=engine)
-        functional.rowwise_adagrad_(param, grad, sums, engine=engine)
-        grown = resident() - before
-        assert grown < 200, f"{engine} {name}: {grown} MiB"
+with grows_by_less_than(200, "layouts"):
+    for engine in ("native", "reference"):
+        for grad in grads.values():
+            functional.adagrad_(param, grad, state, step=1, engine=engine)
+            functional.rowwise_adagrad_(param, grad, sums, engine=engine)
 assert param[rows, columns].max() < 0
 
 import resource

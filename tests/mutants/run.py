@@ -46,20 +46,14 @@ _ERROR = re.compile(r"^ERROR (\S+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: ``find`` in ``file`` becomes ``replace``.
+    """A bug: ``find`` in ``file`` becomes ``replace``."""
 
-    Attributes:
-        name: begins with ``p-`` in Python and ``n-`` in C++.
-        why: what a user would suffer.
-        run: test files, groups of the core's tests, and the fuzzer.
-    """
-
-    name: str
+    name: str  # begins with ``p-`` in Python and ``n-`` in C++
     file: str
     find: str
     replace: str
-    why: str
-    run: str
+    why: str  # what a user would suffer
+    run: str  # test files, groups of the core's tests, and the fuzzer
 
     @property
     def is_native(self) -> bool:

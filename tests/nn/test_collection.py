@@ -138,16 +138,15 @@ def test_the_state_dict_and_the_options():
 
 def test_a_collection_looks_up_ids_in_its_vocabularies():
     """As calls of the vocabularies before it; tables may share one."""
-    known = [nn_vocabulary(), nn_vocabulary()]
+    known = [sparsestep.nn.Vocabulary(9, evict="lru") for _ in range(4)]
     torch.manual_seed(0)
     sizes = {"a": (9, 2), "b": (9, 3), "c": (5, 2), "d": (9, 2)}
     vocabularies = {"a": known[0], "b": known[0], "d": known[1]}
     ours = EmbeddingBagCollection(sizes, vocabularies=vocabularies)
     theirs = EmbeddingBagCollection(sizes)
     theirs.load_state_dict(ours.state_dict(), strict=False)
-    first, second = nn_vocabulary(), nn_vocabulary()
-    models = [(ours, sparsestep.Adam(ours.parameters(), semantics="dense"))]
-    models.append((theirs, sparsestep.Adam(theirs.parameters(), semantics="dense")))
+    _, _, first, second = known
+    models = [(e, sparsestep.Adam(e.parameters(), semantics="dense")) for e in (ours, theirs)]
     ours.attach(models[0][1], init=nn.init.zeros_)
     for name in "ab":
         first.attach(theirs.tables[name], models[1][1], init=nn.init.zeros_)
@@ -173,7 +172,3 @@ def test_a_collection_looks_up_ids_in_its_vocabularies():
         ours(wrong)
     assert all(map(torch.equal, ours.state_dict().values(), before.values()))
     assert known[0].taken_over.numel()
-
-
-def nn_vocabulary() -> Any:
-    return sparsestep.nn.Vocabulary(9, evict="lru")

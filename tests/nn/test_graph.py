@@ -213,8 +213,11 @@ def twice(table: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 def test_lookups_of_one_weight_add_up(backend: str):
     model = twice(Embedding(ROWS, DIM))
+    with torch.no_grad():  # so that sums are exact in any order
+        model.table.weight.random_(-50, 50)
     assert_as_eager(model, compiled(model, backend), ids_of(7) % 10)
 
 

@@ -48,7 +48,7 @@ def each_set(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.usefixtures("each_set")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [1, 100, 1100])
+@pytest.mark.parametrize("dim", [1, 16, 32, 64, 100, 192, 1100])
 def test_bits_are_torchs(dtype: torch.dtype, dim: int):
     """Of sums, means and maxima of long bags, with padding and with factors."""
     torch.set_num_threads(3 if dim == 100 else 1)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import sparsestep
 from sparsestep import storage
 from sparsestep.nn import NgramEmbedding, ngram
-from tests.ieee import use_ieee_operations
 from tests.nn.cases import plain, same, splitmix64
 
 
@@ -139,31 +138,6 @@ def test_threads_and_devices_agree(combine: Any, time: int, monkeypatch: pytest.
     for rows, offsets in found.values():
         assert torch.equal(rows, found[0][0])
         assert torch.equal(offsets, found[0][1])
-
-
-@pytest.mark.parametrize("semantics", ["masked", "dense"])
-def test_a_small_table_has_the_bits_of_dense_row_wise_steps(
-    semantics: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """In the reference engine. Every batch looks up all rows, so that none has to catch up."""
-    use_ieee_operations(monkeypatch)
-    torch.manual_seed(0)
-    table = NgramEmbedding(20, 24)
-    dense = nn.Parameter(table.weight.detach().clone())
-    options = {"lr": 0.01, "betas": (0.0, 0.999)}
-    ours = sparsestep.RowwiseAdam(table.parameters(), semantics=semantics, **options)
-    reference = sparsestep.RowwiseAdam([dense], engine="reference", **options)
-    for _ in range(50):
-        ours.zero_grad()
-        table(torch.randint(1_000, (4, 64))).square().sum().backward()
-        dense.grad = table.weight.grad.to_dense()
-        assert dense.grad.any(1).all()
-        ours.step()
-        reference.step()
-    assert torch.equal(table.weight, dense)
-    found, expected = ours.state[table.weight], reference.state[dense]
-    assert torch.equal(found["exp_avg_sq"], expected["exp_avg_sq"])
-    assert table.weight.isfinite().all()
 
 
 def test_weights_of_every_kind(tmp_path: Path):

@@ -217,20 +217,6 @@ def test_a_step_that_raises_has_changed_nothing(bad: str):
         opt.step()
 
 
-def test_four_bytes_of_state_per_row():
-    """The first moment is that of the gradient itself, so there is none."""
-    rows = 5_000
-    model = nn.Sequential(sparsestep.nn.Embedding(rows, 64), nn.Linear(64, 1))
-    for options, most in (({}, 4), ({"bias_correction": "per_row"}, 8)):
-        kind = partial(ROWWISE, **options)
-        opt = optimizer_for(model, sparsestep.AdamW, semantics="masked", tables=kind)
-        model(torch.arange(9)).sum().backward()
-        opt.step()
-        (found,) = (each for each in opt.explain() if each.shape[0] == rows)
-        assert found.state_bytes == most * rows
-        model.zero_grad()
-
-
 def half_step(param: Any, grad: Any, *, lr: float) -> Any:
     return (param - lr * grad).round()
 

@@ -206,7 +206,6 @@ def test_file_systems_that_cannot_reserve_blocks(tmp_path: Path, monkeypatch):
     model = embedding(table_in(tmp_path / "table"))
     opt = sparsestep.SGD(model.parameters(), lr=0.1)
     file = file_of(model.weight)
-    assert file is not None
     monkeypatch.setattr(MappedFile, "_reserve", lambda *_: errno.EOPNOTSUPP)
     train(model, opt, 1)
     assert file.reserved.any()
@@ -228,7 +227,6 @@ def test_file_systems_that_cannot_reserve_blocks(tmp_path: Path, monkeypatch):
 def test_pages_are_made_writable_where_space_is_short(tmp_path: Path, monkeypatch):
     table = mapped(tmp_path / "table", (100_000, 64))
     file = file_of(table)
-    assert file is not None
     rows, free = torch.tensor([5, 99_000]), os.fstatvfs(file.descriptor)
     assert not file._is_short_of_space(None)
     for blocks, is_short in ((1 << 40, False), (0, True), ((4 << 20) // free.f_frsize, True)):

@@ -205,3 +205,16 @@ def test_errors_name_the_path_of_the_user(problem, tmp_path: Path, monkeypatch):
         mapped(path, (ROWS, DIM))
     assert raised.value.filename == str(path)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_workers_that_are_forked_read_the_table(tmp_path: Path):
+    table = table_in(tmp_path / "table")
+    rows = torch.utils.data.TensorDataset(table)
+    loader = torch.utils.data.DataLoader(
+        rows, batch_size=100, num_workers=1, multiprocessing_context="fork"
+    )
+    assert same_bits(torch.cat([batch for (batch,) in loader]), initial())
+    del loader, table, rows
+    gc.collect()
+    assert not is_locked(tmp_path / "table")
+    assert mapped(tmp_path / "table", (ROWS, DIM)).shape == (ROWS, DIM)

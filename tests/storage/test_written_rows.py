@@ -58,16 +58,12 @@ def param_in(path: Path, **options: Any) -> nn.Parameter:
     """A parameter in a file that marks the rows that are written."""
     param = nn.Parameter(mapped(path, (ROWS, DIM), **options))
     file = file_of(param)
-    assert file is not None
     file.dirty_rows, file.version = torch.zeros(ROWS, dtype=torch.bool), version_of(param)
     return param
 
 
 def dirty_rows(param: Tensor) -> list[int]:
-    file = file_of(param)
-    assert file is not None
-    assert file.dirty_rows is not None
-    return file.dirty_rows.nonzero().squeeze(1).tolist()
+    return file_of(param).dirty_rows.nonzero().squeeze(1).tolist()
 
 
 def files_of(param: Tensor, optimizer: RuleOptimizer | None = None) -> list[MappedFile]:
@@ -260,7 +256,7 @@ def test_clearing_old_state_leaves_holes(tmp_path: Path):
     opt = adam([param])
     param.grad = training.coo(SPREAD.tolist(), shape)
     opt.step()
-    file_of(param).flush_to_disk()  # type: ignore[union-attr]
+    file_of(param).flush_to_disk()
     before = os.stat(path).st_blocks
     del param, opt
     gc.collect()
@@ -269,7 +265,7 @@ def test_clearing_old_state_leaves_holes(tmp_path: Path):
     opt.materialize_state()
     assert not any(opt.state[param][name].any() for name in ("exp_avg", "exp_avg_sq"))
     assert param.detach().any(1).count_nonzero() == len(SPREAD)
-    os.fsync(file_of(param).descriptor)  # type: ignore[union-attr]
+    os.fsync(file_of(param).descriptor)
     assert os.stat(path).st_blocks == before
 
 

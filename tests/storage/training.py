@@ -134,7 +134,6 @@ def saved_run(folder: Path, in_rows: bool = False) -> tuple[Run, list[Tensor]]:
 
 def journals_in(folder: Path) -> list[int]:
     found = journal.read_manifest(folder)
-    assert found is not None
     return [sum(part.rows for part in each.parts) for each in found.journals]
 
 

@@ -15,9 +15,9 @@ import argparse
 import platform
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -33,7 +33,6 @@ from sparsestep.cli.skipgram import SkipgramDataset, TrainingRun
 
 # matplotlib and rich come with sparsestep[cli]: imported when the command runs, never before.
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from rich.console import Console, RenderableType
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -151,7 +150,7 @@ def train_in_turns(
         began, done, size, is_over = perf_counter(), 0, 1, False
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while not is_over:
-                latest = [_continue(run, size) for run in runs]
+                latest = [list(islice(run, size))[-1] for run in runs]
                 done += size
                 elapsed = perf_counter() - began
                 live.update(render_progress(latest, elapsed, seconds), refresh=True)
@@ -163,12 +162,6 @@ def train_in_turns(
     finally:
         signal.signal(signal.SIGINT, before)
     return latest, is_interrupted
-
-
-def _continue(run: Iterator[TrainingRun], steps: int) -> TrainingRun:
-    for _ in range(steps):
-        state = next(run)
-    return state
 
 
 def render_progress(runs: list[TrainingRun], elapsed: float, limit: float) -> RenderableType:
@@ -221,7 +214,20 @@ def draw_figure(path: Path, theirs: TrainingRun, ours: TrainingRun, words: int) 
     figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained")
     axes = figure.add_subplot()
     for run, color in zip((theirs, ours), _COLORS, strict=True):
-        _plot_run(axes, run, color)
+        clock = list(accumulate(run.seconds))
+        losses = _exponential_mean(run.losses, memory=max(1.0, len(run.losses) / 100))
+        axes.plot(clock, losses, color=color, linewidth=2, label=run.name)
+        axes.plot(clock[-1], losses[-1], "o", color=color, markersize=6)
+        axes.annotate(
+            f"{clock[-1]:.1f} s",
+            (clock[-1], losses[-1]),
+            xytext=(0, -9),  # below, where no curve passes
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            color=color,
+            fontweight="bold",
+        )
     axes.set_xlim(left=0, right=1.08 * max(sum(theirs.seconds), sum(ours.seconds)))
     axes.margins(y=0.1)
     axes.set_xlabel("wall-clock time of training (seconds)", color=_FAINT)
@@ -260,20 +266,3 @@ def _exponential_mean(losses: list[float], memory: float) -> list[float]:
         weight = keep * weight + 1
         result.append(total / weight)
     return result
-
-
-def _plot_run(axes: Axes, run: TrainingRun, color: str) -> None:
-    clock = list(accumulate(run.seconds))
-    losses = _exponential_mean(run.losses, memory=max(1.0, len(run.losses) / 100))
-    axes.plot(clock, losses, color=color, linewidth=2, label=run.name)
-    axes.plot(clock[-1], losses[-1], "o", color=color, markersize=6)
-    axes.annotate(
-        f"{clock[-1]:.1f} s",
-        (clock[-1], losses[-1]),
-        xytext=(0, -9),  # below, where no curve passes
-        textcoords="offset points",
-        ha="center",
-        va="top",
-        color=color,
-        fontweight="bold",
-    )

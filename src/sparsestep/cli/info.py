@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -70,14 +71,10 @@ def instruction_set() -> str | None:
 def proc_field(source: Path, name: str) -> str | None:
     """The first value of a field in a file of ``name : value`` lines; ``None`` if there is none."""
     try:
-        described = source.read_text()
+        found = re.search(rf"^{name}\s*:(.*)", source.read_text(), re.MULTILINE)
     except OSError:
         return None
-    for line in described.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == name:
-            return value.strip()
-    return None
+    return None if found is None else found[1].strip()
 
 
 def cpu_model(source: Path = Path("/proc/cpuinfo")) -> str:

@@ -83,7 +83,12 @@ def run(options: argparse.Namespace) -> int:
         return 2
     print(plan)
     print(format_totals(plan, options.state, options.network))
-    print(format_costs(costs(options.ranks)))
+    cost = costs(options.ranks)
+    print(
+        f"CPU of the busiest rank: {cost.work:.1f} ms for lookups and updates, "
+        f"{cost.messages:.1f} ms for messages\n"
+        f"waiting: {cost.latency:.1f} ms for {_COLLECTIVES} collectives one after the other"
+    )
     print(format_limits(costs, _max_open_files()))
     return 0
 
@@ -110,15 +115,6 @@ class StepCosts:
         )
         self.network: float = 8e3 * sent / (network * 1e9)
         self.latency: float = _COLLECTIVES * _DELAYS * latency / 1e3
-
-
-def format_costs(costs: StepCosts) -> str:
-    """The time of a step, by its parts."""
-    return (
-        f"CPU of the busiest rank: {costs.work:.1f} ms for lookups and updates, "
-        f"{costs.messages:.1f} ms for messages\n"
-        f"waiting: {costs.latency:.1f} ms for {_COLLECTIVES} collectives one after the other"
-    )
 
 
 def format_limits(costs: Callable[[int], StepCosts], open_files: int | None) -> str:

@@ -280,15 +280,13 @@ class Tracking:
             torch.compiler.reset()
 
     def _hook_forward(self, module: nn.Module, *, own: bool) -> None:
-        before: Any = self._before_lookup
-        if not hasattr(type(module), "rows_read"):
-            if not own:
-                return
-            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                before = self._before_dense_read
-            elif module.max_norm is not None:  # renormalizes the rows that it reads
-                self._undo.append(module.register_forward_hook(self._after_renorm).remove)
-        self._undo.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        if not own and not hasattr(type(module), "rows_read"):
+            return
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            # It renormalizes the rows that it reads.
+            self._undo.append(module.register_forward_hook(self._after_renorm).remove)
+        hook: Any = self._before_read
+        self._undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def _hook_state_dict(self, module: nn.Module) -> None:
         # Loaded values are current: deferred updates must be applied before.
@@ -297,48 +295,33 @@ class Tracking:
             module.register_load_state_dict_pre_hook(self._catch_up).remove,
         ]
 
-    def _before_lookup(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_exporting():
-            self._before_export(module)
-            return
+    def _before_read(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kind, is_compiling = type(module), torch.compiler.is_compiling()
-        if hasattr(kind, "catches_up"):  # its arguments may be no ids
-            return
-        if is_compiling and hasattr(kind, "fits_graph") and module.fits_graph(*args, **kwargs):
-            return  # an operation of the graph catches up rows
-        if hasattr(kind, "rows_read"):
-            if is_transforming():  # the ids are those of one sample, without values
+        has_ids = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        has_rows_read = hasattr(kind, "rows_read")
+        if is_exporting():  # the graph has no code of ours, and its ids are not known
+            if torch.compiler.is_dynamo_compiling():
+                _catch_up_traced(module, True)
+            else:
                 self._catch_up_outside()
-                return
-            reads = module.rows_read(*args, **kwargs)
-        elif is_compiling and not module.sparse:
-            _catch_up_traced(module, False)  # torch's own, whose rows are rarely deferred
-            return
-        else:
-            reads = [(module.weight, args[0] if args else kwargs.get("input"))]
-        if self.optimizer is not None:
-            for weight, ids in reads:
+        elif hasattr(kind, "catches_up"):  # its arguments may be no ids
+            pass
+        elif is_compiling and hasattr(kind, "fits_graph") and module.fits_graph(*args, **kwargs):
+            pass  # an operation of the graph catches up rows
+        elif is_compiling and not has_rows_read and not (has_ids and module.sparse):
+            _catch_up_traced(module, False)  # if torch's own, its rows are rarely deferred
+        elif is_transforming() and (has_rows_read or not has_ids):
+            self._catch_up_outside()  # the ids are those of one sample, without values
+        elif has_rows_read or has_ids:
+            if has_rows_read:
+                reads = module.rows_read(*args, **kwargs)
+            else:
+                reads = [(module.weight, args[0] if args else kwargs.get("input"))]
+            for weight, ids in reads if self.optimizer is not None else ():
                 _uncompiled(_catch_up_ids)(self.optimizer, weight, ids)
-
-    def _before_dense_read(self, module: nn.Module, *_: Any) -> None:
-        if is_exporting():
-            self._before_export(module)
-            return
-        if torch.compiler.is_compiling():
-            _catch_up_traced(module, False)
-            return
-        if is_transforming():
-            self._catch_up_outside()
-            return
-        reader = type(module).__name__ if torch.is_grad_enabled() else None
-        _uncompiled(self._catch_up_module)(module, reader)
-
-    def _before_export(self, module: nn.Module) -> None:
-        """Catch up all rows: the graph has no code of ours, and its ids are not known."""
-        if torch.compiler.is_dynamo_compiling():
-            _catch_up_traced(module, True)
         else:
-            self._catch_up_outside()
+            reader = kind.__name__ if torch.is_grad_enabled() else None
+            _uncompiled(self._catch_up_module)(module, reader)
 
     def _catch_up_outside(self) -> None:
         if self.optimizer is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,10 @@ class ShardedTable:
         if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "meta"):
             requirement = f"{who} must have an ordinary weight on the CPU"
             raise InputError(message(requirement, f"a {type(weight).__name__} on {weight.device}"))
+        if weight.is_meta and weakref.getweakrefs(weight):  # its rows could not be put in its place
+            requirement = f"{who} is on meta, so it must not be tracked yet"
+            remedy = "Call shard first, then optimizer.track or optimizer_for"
+            raise InputError(message(requirement, "a tracked weight", remedy))
         placement, ranks = self.placement, self.collectives
         placement.check_supported(module, who, ranks.world_size)
         if placement.is_sharded and ranks.world_size > 1:
@@ -223,11 +227,16 @@ class ShardedTable:
         local.name = self.name
         self.local = local
 
-    def keep_local_shard(self, module: Any) -> None:
+    def fill_meta_weight(self, module: Any) -> None:
+        """Move the local rows into a weight on ``meta``: optimizers that hold it keep it."""
+        if module.weight.is_meta:
+            torch.utils.swap_tensors(module.weight, self.weight)
+        assert self.local is not None
+        self.weight = self.local.weight = module.weight
+
+    def keep_local_shard(self) -> None:
         self.weight.grad = None
         self.weight.data = self.local_weight
-        if module.weight is not self.weight:
-            module.weight = self.weight
 
     def set_num_rows(self, rows: int) -> None:
         """Record that the table has grown; the weight already has its new local rows."""
@@ -316,7 +325,7 @@ class TableGroup:
         self.num_counts: int = NUM_COUNTS * max_tables  # per rank, at the start of an exchange
         self.sequence: int = 0  # number of lookups so far; the next handle gets it
         # This rank's lookups whose gradient may still come, and the lookups that it has served.
-        self.pending: WeakValueDictionary[int, LookupHandle] = WeakValueDictionary()
+        self.pending: weakref.WeakValueDictionary[int, LookupHandle] = weakref.WeakValueDictionary()
         self.served: dict[int, ServedLookup] = {}
         # Room for the next payload, by the kind of the exchange before it: a training loop repeats
         # its exchanges. Ranks may run different code, but they agree on that kind.

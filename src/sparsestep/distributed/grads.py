@@ -82,17 +82,17 @@ class ShardedGradSource(TableGroup):
                 counts[:, : len(headers)], status.payload = headers, 1
         facts = {**facts, "frozen tables": frozen or "none"}
         peers = self.handshake(status, counts, caught.error, facts, payload)
-        none = certain(lambda: torch.zeros(world_size, dtype=torch.int64))
-        transfer = Transfer(list, none, none)
+        sent = received = certain(lambda: torch.zeros(world_size, dtype=torch.int64))
+        read: Callable[[], list[ReceivedGrad]] = list
         if any(peers["value"]):
-            transfer = self._transfer(peers, outgoing, headers, payload)
-        self.expect(transfer.sent, transfer.received, max(peers["max_bytes"]))
+            read, sent, received = self._transfer(peers, outgoing, headers, payload)
+        self.expect(sent, received, max(peers["max_bytes"]))
         if skipped is not None and not any(peers["value"]):
             skipped.is_agreed = True
             return skipped
         exchanged = ExchangedGrads(tables)
         with exchanged:
-            for index, grads in _received_grads(self, transfer.read()).items():
+            for index, grads in _received_grads(self, read()).items():
                 _assign_grad(self, tables[index], grads)
             for weight in _weights(tables):
                 _remove_placeholder(weight)
@@ -100,8 +100,11 @@ class ShardedGradSource(TableGroup):
 
     def _transfer(
         self, peers: PeerStatus, outgoing: OutgoingGrads, headers: Tensor, payload: Payload | None
-    ) -> Transfer:
-        """Send gradients, unless they have come with the handshake."""
+    ) -> tuple[Callable[[], list[ReceivedGrad]], Tensor, Tensor]:
+        """Send gradients, unless they have come with the handshake.
+
+        Returns a function that reads those of all ranks, and the bytes to and from each.
+        """
         world_size = self.collectives.world_size
         announced = _all_headers(self, peers, headers)
         mine = payload
@@ -115,7 +118,7 @@ class ShardedGradSource(TableGroup):
                 lambda: mine.sections, mine.sizes, announced.sizes, max(peers["max_bytes"])
             )
         sent, received = certain(lambda: (mine.sizes.sum(1), announced.sizes.sum(1)))
-        return Transfer(partial(_read_grads, announced, messages), sent, received)
+        return partial(_read_grads, announced, messages), sent, received
 
     def agree(self, error: BaseException | None, value: Tensor | None = None) -> Tensor:
         """The values of all ranks; raises on every rank if one has an error."""
@@ -223,14 +226,6 @@ class ReceivedGrad(NamedTuple):
     indices: Tensor  # of a replicated table
     is_present: Tensor | None  # which ranks have one; None: all
     slot_size: int  # of a replicated table
-
-
-class Transfer(NamedTuple):
-    """Gradients that have come, and the bytes to and from each rank."""
-
-    read: Callable[[], list[ReceivedGrad]]
-    sent: Tensor
-    received: Tensor
 
 
 class ExchangedGrads(Caught):

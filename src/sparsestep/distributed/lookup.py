@@ -6,7 +6,6 @@ row for each.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -132,20 +131,20 @@ def _serve_with_module(
         if lengths is None and request.length > 1:
             lengths = torch.full((request.num_bags,), request.length)
         output = table.lookup(ids, lengths, _detached_copy(request.per_sample_weights))
-    return output.detach(), partial(_backward_through_module, output, table.weight)
+
+    def grad_fn(rows: Tensor) -> Sequence[IndexedGrad]:
+        """The module's own gradient. The graph stays, for as long as more may come."""
+        grad: Any
+        (grad,) = torch.autograd.grad(output, table.weight, rows, retain_graph=True)
+        parts: Sequence[IndexedGrad] = grad.parts
+        return parts
+
+    return output.detach(), grad_fn
 
 
 def _detached_copy(weights: Tensor | None) -> Tensor | None:
     """A copy: the caller may overwrite its weights."""
     return None if weights is None else weights.detach().clone()
-
-
-def _backward_through_module(output: Tensor, weight: Tensor, rows: Tensor) -> Sequence[IndexedGrad]:
-    """The module's own gradient. The graph stays, for as long as more may come."""
-    grad: Any
-    (grad,) = torch.autograd.grad(output, weight, rows, retain_graph=True)
-    parts: Sequence[IndexedGrad] = grad.parts
-    return parts
 
 
 # The owner's side: rows for ids of any value
@@ -408,18 +407,14 @@ def _sum_partial_bags(pieces: Sequence[Tensor]) -> Tensor:
     return total.to(first.dtype)
 
 
-@functools.cache
-def _placeholder(dtype: torch.dtype) -> Any:
-    return PendingGrad(None, torch.empty(0, dtype=dtype))
-
-
 def _set_placeholder_grad(weight: Tensor) -> None:
     """Set an empty gradient, so that code that reads ``.grad`` exchanges on every rank.
 
     A GradScaler, for example, then does so on the ranks whose loss leaves the table out, too.
     """
     if weight.requires_grad and weight.grad is None:
-        weight.grad = CompactGrad.of([_placeholder(weight.dtype)], weight.shape, weight)
+        placeholder: Any = PendingGrad(None, torch.empty(0, dtype=weight.dtype))
+        weight.grad = CompactGrad.of([placeholder], weight.shape, weight)
 
 
 class _ShardedLookupFunction(torch.autograd.Function):

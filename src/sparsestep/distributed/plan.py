@@ -111,10 +111,10 @@ class Plan:
             return {}
         if not isinstance(lengths, Mapping):
             check_length("Plan: lengths, for all tables or by table name,", lengths)
-            return dict.fromkeys(names, lengths)
-        for name, length in lengths.items():
+        found = by_table(lengths, names, "Plan")
+        for name, length in found.items():
             check_length(f"Plan: the length for {name!r}", length)
-        return {names[resolve_name(n, names, "Plan")]: length for n, length in lengths.items()}
+        return found
 
     def local(self, name: str, tensor: Tensor) -> Tensor:
         """Select this rank's part of a tensor that has one entry per row of a table.
@@ -248,34 +248,28 @@ def _choose(table: TableSize, share: float, world_size: int) -> tuple[type[Place
 def _parse_plan(
     tables: Sequence[TableSize], plan: str | Mapping[str, str]
 ) -> dict[str, type[Placement]]:
+    """The placements that a plan names."""
     requirement = (
         "shard: plan must be 'auto', one of tables, rows, copy, or a dict of these by table"
     )
-    names = [each.name for each in tables]
-    if isinstance(plan, str):
-        cls = _parse_kind(plan, requirement, repr(plan))
-        return {} if cls is None else dict.fromkeys(names, cls)
-    given: Any = plan
-    if not isinstance(given, Mapping):
-        raise InputError(message(requirement, f"a {type(given).__name__}"))
+    if not isinstance(plan, str | Mapping):
+        raise InputError(message(requirement, f"a {type(plan).__name__}"))
     found = {}
-    for name, asked in given.items():
-        index = resolve_name(name, names, "shard: plan")
-        cls = _parse_kind(asked, requirement, f"{asked!r} for {name!r}")
-        if cls is not None:
-            found[names[index]] = cls
+    for name, asked in by_table(plan, [each.name for each in tables], "shard: plan").items():
+        if not isinstance(asked, str) or asked not in ("auto", *PLACEMENTS):
+            got = repr(asked) if isinstance(plan, str) else f"{asked!r} for {name!r}"
+            close = difflib.get_close_matches(str(asked), ("auto", *PLACEMENTS), n=1)
+            raise InputError(message(requirement, got, f"Use {close[0]!r}" if close else ""))
+        if asked != "auto":
+            found[name] = PLACEMENTS[asked]
     return found
 
 
-def _parse_kind(asked: object, requirement: str, got: str) -> type[Placement] | None:
-    """The placement that a plan names; ``None`` for ``"auto"``."""
-    remedy = ""
-    if isinstance(asked, str):
-        if asked == "auto" or asked in PLACEMENTS:
-            return PLACEMENTS.get(asked)
-        close = difflib.get_close_matches(asked, ("auto", *PLACEMENTS), n=1)
-        remedy = f"Use {close[0]!r}" if close else ""
-    raise InputError(message(requirement, got, remedy))
+def by_table(given: Any, names: Sequence[str], who: str) -> dict[str, Any]:
+    """What is given for each table: the same for all of them, or by name."""
+    if isinstance(given, Mapping):
+        return {names[resolve_name(name, names, who)]: each for name, each in given.items()}
+    return dict.fromkeys(names, given)
 
 
 def resolve_name(name: object, names: Sequence[str], who: str) -> int:

@@ -32,7 +32,7 @@ from sparsestep.distributed.grads import ShardedGradSource
 from sparsestep.distributed.lockstep import take_prefetched, use_hosts
 from sparsestep.distributed.lookup import sharded_lookup
 from sparsestep.distributed.placement import ByRow, Placement, table_label
-from sparsestep.distributed.plan import Plan, TableSize, choose_placements, resolve_name
+from sparsestep.distributed.plan import Plan, TableSize, by_table, choose_placements
 from sparsestep.distributed.vocabulary import share_vocabulary
 from sparsestep.distributed.wire import WireFormat, check_wire
 from sparsestep.engines.base import certain
@@ -61,7 +61,6 @@ _OPTIONS = (
     "seed",
 )
 _SAME_ARGUMENTS = "shard: all ranks must shard the same tables with the same arguments"
-_REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
 
 
 class ShardedModule:
@@ -217,7 +216,7 @@ def sharded_table(module: nn.Module) -> ShardedTable | None:
 
 
 def _convert_table(module: Any, table: ShardedTable, group: TableGroup) -> None:
-    table.keep_local_shard(module)
+    table.keep_local_shard()
     mixin = ShardedNgramEmbedding if isinstance(module, NgramEmbedding) else ShardedEmbedding
     _convert(module, mixin, group, table.index, looked_up_by=(table.local,), sharded_table=table)
 
@@ -459,6 +458,8 @@ class _Sharding:
             is_replicated = not table.placement.is_sharded and ranks.world_size > 1
             if is_replicated and first == table.index:
                 dist.broadcast(table.local_weight, group_src=0, group=ranks.group)
+        for table, module in zip(self.tables, self._modules.values(), strict=True):
+            certain(partial(table.fill_meta_weight, module))
         widths = [len(each.tables) for each in self._collections.values()]
         max_tables = max([len(self.tables), *widths])
         group = certain(partial(ShardedGradSource, ranks, self.tables, max_tables))
@@ -543,14 +544,12 @@ def _find_tables(model: nn.Module) -> dict[str, Any]:
 
 
 def _resolve_reduce(names: Sequence[str], given: Any) -> dict[str, Reduction]:
-    found: dict[str, Reduction] = dict.fromkeys(names, "mean")
-    by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
-    for name, how in by_name.items():
-        if not isinstance(how, str) or how not in _REDUCTIONS:
+    found = dict.fromkeys(names, "mean") | by_table(given, names, "shard: reduce")
+    for name, how in found.items():
+        if not isinstance(how, str) or how not in ("mean", "sum"):
             requirement = "shard: reduce must be mean or sum, for all tables or by table name"
             got = f"{how!r} for {name!r}" if isinstance(given, Mapping) else repr(how)
             raise InputError(message(requirement, got))
-        found[names[resolve_name(name, names, "shard: reduce")]] = how
     return found
 
 

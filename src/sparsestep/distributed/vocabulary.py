@@ -264,14 +264,14 @@ class Vocabulary(nn.Module):
         return uninterrupted(partial(self._merge_together, other))
 
     def _merge_together(self, other: Vocabulary | LocalVocabulary) -> Tensor:
+        is_shared = isinstance(other, Vocabulary)
         merged: tuple[IdTable, Tensor] | None = None
         theirs, which = None, _SHARED
         with self.local.lock:
             with Caught() as caught:
-                theirs = self._snapshot_of(other)
-                which = _SHARED if isinstance(other, Vocabulary) else _digest(theirs)
-                owned = theirs
-                if not isinstance(other, Vocabulary):
+                theirs = owned = self._snapshot_of(other)
+                if not is_shared:
+                    which = _digest(theirs)
                     owned = _owned_entries(theirs, self.collectives, self.local.options.shared)
                 merged = self.local.prepare_merge(owned)
             requirement = "Vocabulary.merge: all ranks must pass the same vocabulary"
@@ -281,7 +281,7 @@ class Vocabulary(nn.Module):
             own_rows = merged[1]
             rows = certain(lambda: self._global_rows(own_rows))
             with caught:
-                if not isinstance(other, Vocabulary):
+                if not is_shared:
                     rows = self._gather_rows(theirs, rows)
             self.collectives.check(caught.error)
             self.local.id_table = merged[0]

@@ -207,35 +207,25 @@ def _function(source: str) -> Callable[[list[Any]], Any]:
 
 def _shared_buffers(recording: Recording, kinds: list[Any]) -> dict[int, int]:
     """Assign a buffer to each temporary; those that are never in use together share one."""
+    last_use: dict[int, int] = {}  # of each input and temporary, by the operation's number
+    roots: dict[int, int] = {}  # of views
+    for number, operation in enumerate(recording.operations):
+        used = [roots.get(slot, slot) for slot in _slots_in((operation.args, operation.kwargs))]
+        if operation.is_view and operation.result is not None:
+            roots[operation.result] = used[0]
+        elif operation.result is not None:
+            used.append(operation.result)
+        last_use.update(dict.fromkeys(used, number))
     found: dict[int, int] = {}
     free: dict[Any, list[int]] = {}
-    last_use = _last_uses(recording)
     for number, operation in enumerate(recording.operations):
         slot = operation.result
         if slot is not None and not operation.is_view:
             unused = free.get(kinds[slot])
             found[slot] = unused.pop() if unused else 1 + max(found.values(), default=-1)
-        for slot in last_use.get(number, ()):
-            free.setdefault(kinds[slot], []).append(found[slot])
-    return found
-
-
-def _last_uses(recording: Recording) -> dict[int, list[int]]:
-    """For each operation, by number, the temporaries whose last use it is."""
-    latest: dict[int, int] = {}
-    roots: dict[int, int] = {}  # of views
-    for number, operation in enumerate(recording.operations):
-        used = [roots.get(slot, slot) for slot in _slots_in((operation.args, operation.kwargs))]
-        if operation.result is not None:
-            if operation.is_view:
-                roots[operation.result] = used[0]
-            else:
-                used.append(operation.result)
-        latest.update(dict.fromkeys(used, number))
-    found: dict[int, list[int]] = {}
-    for slot, number in latest.items():
-        if slot >= recording.inputs:
-            found.setdefault(number, []).append(slot)
+        for each, buffer in found.items():
+            if last_use[each] == number:
+                free.setdefault(kinds[each], []).append(buffer)
     return found
 
 

@@ -304,7 +304,13 @@ def _total_norm(grads: Sequence[_NamedGrad], norm_type: float, foreach: bool | N
     tensors = []
     for each in grads:
         with error_prefix(each.name):
-            tensors.append(_norm_equivalent(each, norm_type))
+            if each.layout is GradLayout.MASKED:
+                values, mask = stored_mask(each.grad)
+                values = values[mask].to(torch.promote_types(each.grad.dtype, torch.float32))
+                found = append_implicit_zero(values, values.numel(), each.grad, norm_type)
+            else:
+                found = norm_equivalent(each.grad, norm_type)
+        tensors.append(found)
     wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
     if foreach is False or any(t.dtype != dtype for t, dtype in zip(tensors, wide, strict=True)):
         # In at least float32: an overflow of float16 would make every gradient zero.
@@ -318,14 +324,6 @@ def _total_norm(grads: Sequence[_NamedGrad], norm_type: float, foreach: bool | N
     together = stack([norm.to(tensors[0].device, dtype) for norm in norms])
     total: Tensor = torch.linalg.vector_norm(together, norm_type)
     return total
-
-
-def _norm_equivalent(named: _NamedGrad, order: float) -> Tensor:
-    if named.layout is not GradLayout.MASKED:
-        return norm_equivalent(named.grad, order)
-    values, mask = stored_mask(named.grad)
-    selected = values[mask].to(torch.promote_types(named.grad.dtype, torch.float32))
-    return append_implicit_zero(selected, selected.numel(), named.grad, order)
 
 
 def _scale_grads(grads: Sequence[_NamedGrad], factor: Tensor, foreach: bool | None) -> None:

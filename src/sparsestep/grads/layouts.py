@@ -108,7 +108,10 @@ def _convert(param: Tensor, grad: Any) -> IndexedGrad:
     if layout is GradLayout.INDEXED:
         return _from_indexed(param, grad)
     if layout is GradLayout.MASKED:
-        return _from_masked(param, grad)
+        found, mask = _convert(param, grad.get_data()), stored_mask(grad)[1]
+        if found.indices is not None and bool(mask.all()):
+            return found
+        return found.select_elements(mask, param.numel())
     if not isinstance(grad, Tensor):
         requirement = "the gradient must be a tensor or an IndexedGrad"
         raise InputError(message(requirement, type(grad).__name__))
@@ -126,7 +129,10 @@ def _convert(param: Tensor, grad: Any) -> IndexedGrad:
         return _from_coo(param, grad)
     if layout is GradLayout.COMPRESSED:
         return _from_compressed(grad)
-    grad = _resolve_lazy(grad)
+    grad = grad.resolve_neg().resolve_conj()
+    if is_zerotensor(grad):  # autograd has zeros that take no memory
+        grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    check_has_values("the gradient", grad)
     return IndexedGrad(None, grad, 1, grad.numel())
 
 
@@ -149,16 +155,6 @@ def _check_matches(param: Tensor, grad: Tensor) -> None:
 def _dtypes_compatible(param: torch.dtype, grad: torch.dtype) -> bool:
     """Whether dtypes are equal or both real: arithmetic uses the wider of two real ones."""
     return param == grad or (param in FLOAT_DTYPES and grad in FLOAT_DTYPES)
-
-
-def _resolve_lazy(grad: Tensor) -> Tensor:
-    """Resolve lazy conj, neg and zero tensors. Raises if the tensor has no storage."""
-    if grad.is_neg() or grad.is_conj():
-        grad = grad.resolve_neg().resolve_conj()
-    if is_zerotensor(grad):  # autograd has zeros that take no memory
-        return torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
-    check_has_values("the gradient", grad)
-    return grad
 
 
 def to_row_slots(param: Tensor, grad: IndexedGrad) -> IndexedGrad:
@@ -273,7 +269,14 @@ def _from_compressed(grad: Tensor) -> IndexedGrad:
         if ext.slots_of(compressed, plain, block_rows, blocks_across, indices, order, threads):
             return IndexedGrad(indices, values, num_slots, slot_size, order)
     entries = plain.shape[-1]
-    _check_compressed_indices(compressed, entries)
+    if not (
+        bool((compressed[..., 0] == 0).all())
+        and bool((compressed[..., -1] == entries).all())
+        and bool((compressed.diff(dim=-1) >= 0).all())
+    ):
+        requirement = f"compressed indices must increase from 0 to the number of entries, {entries}"
+        got = compressed.tolist() if compressed.numel() < 20 else "others"
+        raise InputError(message(requirement, got))
     check_indices(plain, blocks_across if by_row else blocks_down, dim=batch_dims + int(by_row))
     # The compressed row or column of each entry, counted through all batches.
     group_of_entry = torch.repeat_interleave(compressed.diff(dim=-1).reshape(-1))
@@ -322,17 +325,6 @@ def _block_shape(
     raise InputError(message(f"{requirement}, {tuple(shape)}", got))
 
 
-def _check_compressed_indices(compressed: Tensor, entries: int) -> None:
-    if not (
-        bool((compressed[..., 0] == 0).all())
-        and bool((compressed[..., -1] == entries).all())
-        and bool((compressed.diff(dim=-1) >= 0).all())
-    ):
-        requirement = f"compressed indices must increase from 0 to the number of entries, {entries}"
-        got = compressed.tolist() if compressed.numel() < 20 else "others"
-        raise InputError(message(requirement, got))
-
-
 # MaskedTensor
 
 
@@ -345,14 +337,6 @@ def stored_mask(grad: Any) -> tuple[Tensor, Tensor]:
     if layout is GradLayout.COO:
         return coo_values(data), coo_values(mask)
     return data.values(), mask.values()
-
-
-def _from_masked(param: Tensor, grad: MaskedTensor) -> IndexedGrad:
-    found = _convert(param, grad.get_data())
-    mask = stored_mask(grad)[1]
-    if found.indices is not None and bool(mask.all()):
-        return found
-    return found.select_elements(mask, param.numel())
 
 
 # IndexedGrad
@@ -369,7 +353,13 @@ def _from_indexed(param: Tensor, grad: IndexedGrad) -> IndexedGrad:
         raise InputError(message(requirement, values.dtype))
     num_slots, slot_size = _slot_shape(param, num_slots, slot_size)
     if indices is None:
-        found = _without_indices(param, values, value_index, scale)
+        if value_index is not None or scale is not None:
+            name = "scale" if value_index is None else "value_index"
+            raise InputError(message(f"{name} must be None if indices is None", "a tensor"))
+        if values.shape != param.shape:
+            requirement = f"without indices the values must have shape {tuple(param.shape)}"
+            raise InputError(message(requirement, tuple(values.shape)))
+        found = IndexedGrad(None, values.resolve_neg().resolve_conj(), 1, param.numel())
     else:
         indices = _index_field("indices", indices)
         value_index = None if value_index is None else _index_field("value_index", value_index)
@@ -405,18 +395,6 @@ def _slot_shape(param: Tensor, num_slots: object, slot_size: object) -> tuple[in
         remedy = "Pass two integers, or neither"
         raise InputError(message(requirement, f"{num_slots!r} x {slot_size!r}", remedy))
     return int(num_slots), int(slot_size)  # True is 1
-
-
-def _without_indices(
-    param: Tensor, values: Tensor, value_index: Tensor | None, scale: Tensor | None
-) -> IndexedGrad:
-    for name, tensor in (("value_index", value_index), ("scale", scale)):
-        if tensor is not None:
-            raise InputError(message(f"{name} must be None if indices is None", "a tensor"))
-    if values.shape != param.shape:
-        requirement = f"without indices the values must have shape {tuple(param.shape)}"
-        raise InputError(message(requirement, tuple(values.shape)))
-    return IndexedGrad(None, values.resolve_neg().resolve_conj(), 1, param.numel())
 
 
 def _check_field(name: str, tensor: object, param: Tensor) -> None:

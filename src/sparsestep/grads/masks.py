@@ -19,7 +19,7 @@ from sparsestep._native import ext
 from sparsestep._torch import local_slices, version_of
 from sparsestep.errors import InputError, message
 from sparsestep.grads.indexed import IndexedGrad, check_indices
-from sparsestep.memory.tensors import check_has_values, is_distributed, is_plain_meta, memory_of
+from sparsestep.memory.tensors import check_has_values, is_distributed, is_plain_meta
 
 Masks = Tensor | Sequence[Tensor | None] | None
 
@@ -52,13 +52,6 @@ def check_mask(name: str, mask: Tensor | None, param: Tensor, *, defers: bool = 
     check_has_values(name, mask)
     if is_plain_meta(mask):
         raise InputError(message(f"{name} must have values", "a tensor on the meta device"))
-
-
-def selection_of(mask: Tensor, param: Tensor) -> MaskSelection:
-    """Return what a mask selects of a parameter; of a DTensor, what is in its local part."""
-    if not is_distributed(param):
-        return MaskSelection(mask, param.shape)
-    return MaskSelection(local_mask(mask, param), memory_of(param).shape)
 
 
 def local_mask(mask: Tensor, param: Tensor) -> Tensor:
@@ -155,9 +148,7 @@ class PackedMask(NamedTuple):
 
     def same_as(self, other: PackedMask | None) -> bool:
         """Whether both keep the same elements."""
-        if self is other:
-            return True
-        return (
+        return self is other or (
             other is not None
             and self.shape == other.shape
             and self.kept == other.kept

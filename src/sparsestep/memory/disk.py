@@ -14,7 +14,6 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,16 +198,16 @@ def write(descriptor: int, data: bytes | memoryview, begin: int) -> None:
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
     """Write the names in a folder to the disk."""
+
+    def sync() -> None:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
     if os.name != "nt":  # Windows opens no folders, and writes names by itself
-        uninterrupted(partial(_sync_folder, folder))  # or its descriptor might stay open
-
-
-def _sync_folder(folder: str | os.PathLike[str]) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        uninterrupted(sync)  # or its descriptor might stay open
 
 
 # Memory and the page cache

@@ -100,13 +100,14 @@ class MappedFile(mmap.mmap):
     reserved: Tensor  # whether each page has blocks on the disk
     prefetched: Tensor  # whether each page was prefetched
     num_prefetched: int = 0
-    _memory: weakref.WeakValueDictionary[str, Any]
+    # The memory of the tensors that live, by name.
+    in_use: weakref.WeakValueDictionary[str, Any]
 
     def register(self, path: str, descriptor: int, header: FileHeader) -> None:
         """Complete a new mapping, and make its tensors known."""
         self.path, self.descriptor = path, os.dup(descriptor)
         self.header, self.layout = header, header.layout
-        self.state_files, self._memory = (weakref.WeakValueDictionary() for _ in range(2))
+        self.state_files, self.in_use = (weakref.WeakValueDictionary() for _ in range(2))
         self.advise("RANDOM")
         pages = torch.Size([-(-header.file_bytes // mmap.PAGESIZE)])
         cpu = torch.device("cpu")
@@ -127,10 +128,10 @@ class MappedFile(mmap.mmap):
 
     def tensor(self, name: str = TABLE) -> Tensor:
         """The table, or the state of this name that lies in its rows."""
-        memory = self._memory.get(name)
+        memory = self.in_use.get(name)
         if memory is None:
             memory = memoryview(self)[HEADER_BYTES + self.layout.offsets[name] :]
-            self._memory[name] = memory
+            self.in_use[name] = memory
         field = self.layout.fields[name]
         count = len(memory) // field.dtype.itemsize
         flat = torch.frombuffer(memory, dtype=field.dtype, count=count)
@@ -147,10 +148,6 @@ class MappedFile(mmap.mmap):
         """The files of state; a copy, because a step of another thread may add one meanwhile."""
         references = self.state_files.valuerefs()
         return [file for each in references if (file := each()) is not None]
-
-    def is_in_use(self, name: str) -> bool:
-        """Whether a tensor of this state lives."""
-        return name in self._memory
 
     def lock(self) -> None:
         """Lock the file for this process and its forks; refuses another's file."""
@@ -247,12 +244,6 @@ class MappedFile(mmap.mmap):
         """Whether other code has written the table since the last write that was announced."""
         return self.version is not None and self.version != version_of(tensor)
 
-    def note_used(self, name: str) -> None:
-        """Record in the file that this state of its rows may no longer be zero."""
-        self.lock()
-        self.header = self.header._replace(used=self.header.used | {name})
-        disk.write(self.descriptor, self.header.encode(), 0)
-
     def switch_to(self, descriptor: int, header: FileHeader, reserved: Tensor) -> None:
         """Map another file of the same layout at the same address; its descriptor is duplicated."""
         disk.map_file(self.address - HEADER_BYTES, self.header.file_bytes, descriptor)
@@ -345,23 +336,19 @@ def _remove_leftovers(path: str) -> None:
                 os.unlink(each.path)
 
 
-# How often a file may vanish while it is opened.
-_ATTEMPTS = 100
-
 # Only one thread opens files at a time, so that a process maps each file once.
 _opening = fork_safe_lock()
 
 
 def _open_or_create(path: str, wanted: FileHeader) -> int:
     """Open or create a file."""
-    for _ in range(_ATTEMPTS):
+    while True:
         try:
             return os.open(path, os.O_RDWR)
         except FileNotFoundError:
             made = disk.create(path, wanted.encode(), wanted.file_bytes, replace=False)
             if made is not None:  # or another process was faster
                 return made
-    raise OSError(errno.EBUSY, "the file is created and removed again and again", path)
 
 
 def _create_replacement(path: str, wanted: FileHeader) -> int:
@@ -389,11 +376,8 @@ def _lock(path: str, descriptor: int) -> None:
         raise InputError(message(requirement, got, remedy))
 
 
-def _live_files() -> Iterator[MappedFile]:
-    for found in list(mapped_files.values()):
-        file = found()
-        if file is not None:
-            yield file
+def _live_files() -> list[MappedFile]:
+    return [file for found in list(mapped_files.values()) if (file := found()) is not None]
 
 
 def _live_file_at(descriptor: int) -> MappedFile | None:
@@ -479,7 +463,8 @@ def new_state(
         if name in file.header.used and value == 0:
             _clear(file, name)
         if name not in file.header.used:
-            file.note_used(name)
+            file.header = file.header._replace(used=file.header.used | {name})
+            disk.write(file.descriptor, file.header.encode(), 0)
         file.saved_in = None  # a checkpoint has the state of an earlier optimizer
         found, tensor = file, file.tensor(name)
     else:
@@ -508,9 +493,9 @@ def _fits_in_rows(file: MappedFile, name: str, field: RowField) -> bool:
             remedy = "It is in a file of its own: create the table for the optimizer that trains it"
             warn_once(SlowWarning, message(requirement, got, remedy))
         return False
-    if file.is_in_use(name):
+    if name in file.in_use:
         gc.collect()  # an unreachable optimizer may not be freed yet
-    if file.is_in_use(name):
+    if name in file.in_use:
         requirement = f"{file.path}: the rows have room for the state of one optimizer"
         remedy = "The second one's is in files of its own: delete the first, or keep both as it is"
         warn_once(SlowWarning, message(requirement, "two that are in use", remedy))

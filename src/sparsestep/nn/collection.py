@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.types import Device
 
 from sparsestep.errors import InputError, memory_errors, message
-from sparsestep.nn.embedding import EmbeddingBag, Mode
+from sparsestep.nn.embedding import EmbeddingBag
 from sparsestep.nn.fuse import fuse_module, reason_not_fusible
 from sparsestep.nn.graph import embed_in_graph, fit_graph
 from sparsestep.nn.grow import AnyOptimizer, Init
@@ -100,7 +100,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         self,
         tables: Tables,
         *,
-        mode: Mode = "mean",
+        mode: Literal["sum", "mean", "max"] = "mean",
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.types import Device
 
 from sparsestep.nn.graph import embed_in_graph, fit_graph
-from sparsestep.nn.interop import replaced_in_graphs
+from sparsestep.nn.interop import replaced_in_graphs, with_arguments_of
 from sparsestep.nn.lookup import bag_lookup, embed, row_lookup
-
-Mode: TypeAlias = Literal["sum", "mean", "max"]
 
 
 class Embedding(torch.nn.Embedding):
@@ -57,33 +54,10 @@ class Embedding(torch.nn.Embedding):
     name = ""  # without a type: torch.jit.script takes annotations for its own
     graph_anchor = None
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse=True,
-            _weight=_weight,
-            _freeze=_freeze,
-            device=device,
-            dtype=dtype,
-        )
+    @with_arguments_of(torch.nn.Embedding.__init__)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sparse = True
 
     def extra_repr(self) -> str:
         """Describe the options, as torch does; ``fused`` tells it from torch's module."""
@@ -155,35 +129,10 @@ class EmbeddingBag(torch.nn.EmbeddingBag):
     name = ""  # without a type: torch.jit.script takes annotations for its own
     graph_anchor = None
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: Mode = "mean",
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            mode,
-            sparse=True,
-            _weight=_weight,
-            include_last_offset=include_last_offset,
-            padding_idx=padding_idx,
-            device=device,
-            dtype=dtype,
-        )
+    @with_arguments_of(torch.nn.EmbeddingBag.__init__)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sparse = True
 
     def extra_repr(self) -> str:
         """Describe the options, as torch does; ``fused`` tells it from torch's module."""

@@ -87,9 +87,16 @@ class _Link(torch.autograd.Function):
         return ctx.inbox.take(), None, None
 
 
-_inboxes: WeakValueDictionary[int, _Inbox] = WeakValueDictionary()
-_vocabularies: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+_by_key: WeakValueDictionary[int, Any] = WeakValueDictionary()  # inboxes and vocabularies
 _keys = itertools.count()
+
+
+def _new_key(thing: Any) -> Tensor:
+    """Return a tensor of one element, by which an operation finds a thing."""
+    number = next(_keys)
+    _by_key[number] = thing
+    with torch.inference_mode(False):
+        return torch.tensor([float(number)], dtype=torch.float64, device="cpu")
 
 
 class Anchor:
@@ -107,11 +114,9 @@ class Anchor:
     def __init__(self, table: nn.Module, weight: nn.Parameter) -> None:
         self.weight = weight
         self.made_for = _made_for(weight)
-        number, inbox = next(_keys), _Inbox(table)
-        self._inbox = inbox
-        _inboxes[number] = inbox
+        self._inbox = inbox = _Inbox(table)
+        self.key = _new_key(inbox)
         with torch.inference_mode(False), torch.enable_grad():
-            self.key = torch.tensor([float(number)], dtype=torch.float64, device="cpu")
             self.link = _Link.apply(weight, self.key, inbox) if weight.requires_grad else None
 
     def __deepcopy__(self, memo: object) -> None:
@@ -141,10 +146,7 @@ def _prepare_anchor(table: Any) -> None:
 def _prepare_key(vocabulary: Any) -> None:
     """Give a vocabulary a key, by which an operation finds it. Called by the compiler."""
     if vocabulary.graph_key is None:
-        number = next(_keys)
-        _vocabularies[number] = vocabulary
-        with torch.inference_mode(False):
-            vocabulary.graph_key = torch.tensor([float(number)], dtype=torch.float64, device="cpu")
+        vocabulary.graph_key = _new_key(vocabulary)
 
 
 def rows_in_graph(vocabulary: Any, ids: Tensor) -> Tensor:
@@ -296,7 +298,7 @@ def _lookup(
 def _embed(*call: Any) -> list[Tensor]:
     lookups, options = [], []
     for weight, anchor, ids, offsets, factors, option in _by_lookup(*call):
-        table: Any = _inboxes[int(anchor)].table()
+        table: Any = _by_key[int(anchor)].table()
         lookup = _lookup(weight.detach(), ids, offsets, factors, option, table)
         catch_up_tracked(table.weight, lookup.ids)
         if option.needs_grad:
@@ -346,7 +348,7 @@ def _embed_backward(*arguments: Any) -> list[Tensor]:
             sizes, max_index, *_ = *kept, None, None
             result = LookupResult(values, None, None, max_index, sizes)
             shape = torch.Size((rows, grad.shape[-1]))
-            _inboxes[int(anchor)].put(weight_grad(shape, lookup, result, values), shape)
+            _by_key[int(anchor)].put(weight_grad(shape, lookup, result, values), shape)
             found.append(torch.zeros_like(anchor))
         if weight is not None:
             found.append(per_sample_weights_grad(lookup, grad))
@@ -399,7 +401,7 @@ def _hash_ngrams(
     anchor: Tensor, tokens: Tensor, document_ids: Tensor | None, rows: int, bags: int
 ) -> tuple[Tensor, Tensor]:
     """The rows of all n-grams, padded to the largest possible number, and the bags' offsets."""
-    table: Any = _inboxes[int(anchor)].table()
+    table: Any = _by_key[int(anchor)].table()
     found, offsets = table.bags(tokens, document_ids)
     ids = torch.zeros(tokens.numel() * rows, dtype=torch.int64, device=tokens.device)
     ids[: len(found)] = found
@@ -414,15 +416,6 @@ def _fake_hash_ngrams(
         tokens.new_empty((count * rows,), dtype=torch.int64),
         tokens.new_empty((count * bags + 1,), dtype=torch.int64),
     )
-
-
-def _find_rows(key: Tensor, ids: Tensor, call_number: int) -> Tensor:
-    found: Tensor = _vocabularies[int(key)](ids)
-    return found
-
-
-def _fake_find_rows(key: Tensor, ids: Tensor, call_number: int) -> Tensor:
-    return ids.new_empty(ids.shape, dtype=torch.int64)
 
 
 _LISTS = (
@@ -441,7 +434,10 @@ _KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "embed": (_embed, _fake_embed),
     "embed_backward": (_embed_backward, _fake_embed_backward),
     "hash_ngrams": (_hash_ngrams, _fake_hash_ngrams),
-    "find_rows": (_find_rows, _fake_find_rows),
+    "find_rows": (
+        lambda key, ids, _: _by_key[int(key)](ids),
+        lambda key, ids, _: ids.new_empty(ids.shape, dtype=torch.int64),
+    ),
 }
 # ``torch.library.custom_op`` would double the time of a small lookup.
 _library = torch.library.Library("sparsestep", "FRAGMENT")

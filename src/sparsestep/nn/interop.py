@@ -87,6 +87,13 @@ def replaced_in_graphs(function: Callable[Arguments, Result]) -> Callable[Argume
     return run
 
 
+def with_arguments_of(
+    theirs: Callable[Arguments, None],
+) -> Callable[[Callable[..., None]], Callable[Arguments, None]]:
+    """Give a function the signature of another."""
+    return functools.wraps(theirs)
+
+
 def uses_torch_ops(weights: Iterable[Tensor]) -> bool:
     """Whether a lookup is left to torch's own operation, with its ordinary gradient.
 

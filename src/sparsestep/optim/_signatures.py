@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 
@@ -15,7 +15,7 @@ from sparsestep.deferred.tracking import move_tracking, recreated_from
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.options import GROUP_DEFAULTS, OPTIMIZER_OPTIONS, OPTIONS
 
-P = ParamSpec("P")
+Made = TypeVar("Made", bound=RuleOptimizer)
 T = TypeVar("T", bound=Callable[..., Any])
 
 # Arguments that are no options of a param group.
@@ -47,14 +47,15 @@ _TORCH_ONLY = "an option of torch's class; only the default is supported."
 _SECTION = re.compile(r"^Args:\n((?:    .*\n)*)\n", re.MULTILINE)
 
 
-def passes_options(declared: Callable[P, None]) -> Callable[P, None]:
-    """Turn a signature into a constructor that passes its arguments to ``RuleOptimizer``.
+def passes_options(cls: type[Made]) -> type[Made]:
+    """Complete a class whose constructor is a signature: it passes options to ``RuleOptimizer``.
 
     Options in ``group_options`` are keys of a param group only if they are set, all others always.
     The declared function is called first: Python checks the arguments, and it may check values.
     An optimizer that a framework creates again has the semantics of the first one, and its place
     in tracked models.
     """
+    declared = vars(cls)["__init__"]
     _, _, *own, _ = inspect.signature(declared).parameters.values()
     defaults = {option.name: option.default for option in own}
 
@@ -74,28 +75,21 @@ def passes_options(declared: Callable[P, None]) -> Callable[P, None]:
         if old is not None:
             move_tracking(old, self)
 
-    return construct  # type: ignore[return-value]
+    cls.__init__ = construct  # type: ignore[method-assign]
+    return _complete(cls, construct)
 
 
-def document_args(like: type | None = None) -> Callable[[T], T]:
-    """Complete the ``Args`` section of an optimizer class or of its function.
+def document_args(like: type) -> Callable[[T], T]:
+    """Complete the ``Args`` section of the function of an optimizer class."""
+    return lambda function: _complete(function, function, like)
+
+
+def _complete(documented: T, function: Any, like: type | None = None) -> T:
+    """Complete the ``Args`` section of a class or function.
 
     An argument is described by the docstring itself, by that of the class (``like``), or by the
     table of options. ``**shared: Unpack[...]`` is spelled out, in the signature as well.
     """
-
-    def complete(documented: T) -> T:
-        is_class = isinstance(documented, type)
-        _spell_out_shared(vars(documented)["__init__"] if is_class else documented)
-        if documented.__doc__ is not None:
-            arguments = inspect.signature(documented).parameters
-            documented.__doc__ = with_args(documented.__doc__, arguments, like)
-        return documented
-
-    return complete
-
-
-def _spell_out_shared(function: Any) -> None:
     signature = inspect.signature(function, eval_str=True)
     *arguments, shared = signature.parameters.values()
     (options,) = get_args(shared.annotation)
@@ -103,6 +97,11 @@ def _spell_out_shared(function: Any) -> None:
         kind = inspect.Parameter.KEYWORD_ONLY
         arguments.append(inspect.Parameter(name, kind, default=_DEFAULTS[name], annotation=hint))
     function.__signature__ = signature.replace(parameters=arguments)
+    if documented.__doc__ is not None:
+        documented.__doc__ = with_args(
+            documented.__doc__, inspect.signature(documented).parameters, like
+        )
+    return documented
 
 
 def with_args(

@@ -32,7 +32,7 @@ _SUM = StateSpec("sum", "initial_accumulator_value", int8_format="unsigned")
 RULE = Rule("adagrad", update, (_SUM,), has_native_kernel=True, idle_update=NoDrift())
 
 
-@document_args()
+@passes_options
 class Adagrad(RuleOptimizer, Optimizer):
     r"""Adagrad for dense and sparse gradients; a drop-in for ``torch.optim.Adagrad``.
 
@@ -70,7 +70,6 @@ class Adagrad(RuleOptimizer, Optimizer):
     group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
     torch_kernel = staticmethod(kernel_of(torch_adagrad, "sum"))
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

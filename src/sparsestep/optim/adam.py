@@ -134,7 +134,7 @@ RULES: dict[bool, dict[bool, Rule]] = {
 }
 
 
-@document_args()
+@passes_options
 class Adam(RuleOptimizer, Optimizer):
     r"""Adam for dense and sparse gradients; a drop-in for ``torch.optim.Adam``.
 
@@ -180,7 +180,6 @@ class Adam(RuleOptimizer, Optimizer):
         kernel_of(torch_adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", tensor_betas=True)
     )
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

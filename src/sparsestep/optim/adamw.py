@@ -21,10 +21,9 @@ from sparsestep.optim.functional import (
 )
 from sparsestep.optim.optimizer import RuleOptimizer
 from sparsestep.rules.options import Betas, BiasCorrectionMode, SharedOptions, format_value
-from sparsestep.rules.rule import Rule
 
 
-@document_args()
+@passes_options
 class AdamW(RuleOptimizer, Optimizer):
     r"""Adam with decoupled weight decay; a drop-in for ``torch.optim.AdamW``.
 
@@ -64,8 +63,8 @@ class AdamW(RuleOptimizer, Optimizer):
     foreach_supports_tensor_lr = False  # unless capturable
     group_options = Adam.group_options
     torch_kernel = staticmethod(Adam.torch_kernel)
+    rule_for = Adam.rule_for
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,
@@ -87,11 +86,6 @@ class AdamW(RuleOptimizer, Optimizer):
         if decoupled_weight_decay is not True:
             requirement = "AdamW: decoupled_weight_decay must be True"
             raise InputError(message(requirement, format_value(decoupled_weight_decay), "Use Adam"))
-
-    @classmethod
-    def rule_for(cls, group: dict[str, Any]) -> Rule:
-        """The rule that a param group's options select."""
-        return Adam.rule_for(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

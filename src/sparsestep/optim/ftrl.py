@@ -67,7 +67,7 @@ _IDLE = RecomputeFromState(
 RULE = Rule("ftrl", update, _STATE, has_native_kernel=True, idle_update=_IDLE)
 
 
-@document_args()
+@passes_options
 class Ftrl(RuleOptimizer, Optimizer):
     r"""FTRL-Proximal with L1 and L2 regularization.
 
@@ -109,7 +109,6 @@ class Ftrl(RuleOptimizer, Optimizer):
 
     rule = RULE
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

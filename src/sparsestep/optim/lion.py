@@ -47,7 +47,7 @@ RULE = Rule(
 )
 
 
-@document_args()
+@passes_options
 class Lion(RuleOptimizer, Optimizer):
     r"""Lion, with one running average as its only state.
 
@@ -83,7 +83,6 @@ class Lion(RuleOptimizer, Optimizer):
         "decoupled_weight_decay": (True,),
     }
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

@@ -101,7 +101,7 @@ _torch_kernel = kernel_of(torch_nadam, "exp_avg", "exp_avg_sq", "mu_product")
 RULE = Rule("nadam", update, adam.MOMENTS, has_native_kernel=True, idle_update=_IDLE)
 
 
-@document_args()
+@passes_options
 class NAdam(RuleOptimizer, Optimizer):
     r"""Adam with Nesterov momentum; a drop-in for ``torch.optim.NAdam``.
 
@@ -141,7 +141,6 @@ class NAdam(RuleOptimizer, Optimizer):
 
     rule = RULE
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

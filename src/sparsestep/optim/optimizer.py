@@ -773,20 +773,7 @@ class RuleOptimizer(_Base):
         if is_distributed(param):
             requirement = "state of parameters that are sharded across processes cannot be reset"
             raise InputError(message(requirement, "a DTensor"))
-        self._prepare_row_reset(param, rows, writes, is_overwritten=is_overwritten)
-
-    def _prepare_row_reset(
-        self,
-        param: Tensor,
-        rows: Tensor,
-        writes: RowWrites,
-        *,
-        is_overwritten: bool = False,
-        values: list[float] | None = None,
-    ) -> None:
-        """The same for rows of the local part, which start over from ``values``."""
-        tensors, defaults = self._resettable_state(param)
-        values = values if tensors and values is not None else defaults
+        tensors, values = self._resettable_state(param)
         memory = memory_of(param)
         rows = states.check_rows("rows to forget", rows, memory)
         if not is_overwritten:
@@ -854,7 +841,7 @@ class RuleOptimizer(_Base):
         Raises:
             InputError: the parameter is not one of this optimizer's; the mask has another shape,
                 dtype or device; it is the very tensor that is in use, changed in place; or
-                ``initial`` names no state.
+                ``initial`` names no state, or state in int8.
 
         Whatever it raises, also ``MemoryError`` and ``KeyboardInterrupt``: mask and state are the
         old ones or the new ones.
@@ -906,12 +893,7 @@ class RuleOptimizer(_Base):
         else:
             before, after = (m if m is None else masks.local_mask(m, param) for m in (old, mask))
             changed = masks.changed_entries(before, after, memory.shape)
-            if changed is not None and changed.shape == memory.shape[:1]:
-                rows = changed.reshape(-1)
-                is_new = rows if after is None else rows & after.reshape(-1)
-                self._prepare_row_reset(param, (rows & ~is_new).nonzero().squeeze(1), writes)
-                self._prepare_row_reset(param, is_new.nonzero().squeeze(1), writes, values=values)
-            elif changed is not None:
+            if changed is not None:
                 self._prepare_reset(param, changed, before, after, values, writes)
         known = zip(params, masks.per_param(group.get("mask"), params), strict=True)
         listed = [mask if each is param else its_mask for each, its_mask in known]
@@ -975,24 +957,31 @@ class RuleOptimizer(_Base):
         values: list[float],
         writes: RowWrites,
     ) -> None:
-        """Add the reset of the elements' state to ``writes``: everything that can raise.
+        """Add the reset of rows or elements to ``writes``: everything that can raise.
 
         State per row is reset unless the row has an element that both masks keep.
         """
         tensors, defaults = self._resettable_state(param)
-        if not tensors:
-            return
-        _check_reset(tensors, values, defaults)
-        before, after = (masks.all_elements(m, memory_of(param)) for m in (old, new))
+        memory, deferred = memory_of(param), self._deferred_rows(param)
+        by_row = changed.shape == memory.shape[:1]
+        if by_row:
+            before, after = (torch.ones_like(changed) if m is None else m for m in (old, new))
+        else:
+            before, after = (masks.all_elements(m, memory) for m in (old, new))
+            _check_reset(tensors, values, defaults)
         is_new = changed & after
-        rows = changed.flatten(1).any(1).nonzero().squeeze(1).to("cpu")
+        rows = _any_in_row(changed).nonzero().squeeze(1).to("cpu")
+        if by_row:
+            self.catch_up_rows(param, rows)
         if not rows.numel():
             return
+        if deferred is not None:
+            writes.add(*deferred.prepare_reset(rows))
         if mapped_files:
             about_to_write(param, tensors, rows)
-        real = as_real_rows(memory_of(param), tensors)[1]
-        for tensor, value, default in zip(real, values, defaults, strict=True):
-            if tensor.dim() < changed.dim():
+        real = as_real_rows(memory, tensors)[1]
+        for tensor, value, default in zip(real, values, defaults, strict=False):
+            if by_row or tensor.dim() < changed.dim():
                 _reset_rows([(tensor, value, default)], before, after, writes)
                 continue
             at = rows.to(tensor.device)
@@ -1268,23 +1257,29 @@ def _check_reset(
     tensors: Sequence[Tensor], values: Sequence[float], defaults: Sequence[float]
 ) -> None:
     """Refuse to start elements of int8 state from a number: a row of codes has one scale."""
-    each = zip(tensors, values, defaults, strict=True)
+    each = zip(tensors, values, defaults, strict=False)
     if any(tensor.dtype is torch.int8 and any(numbers) for tensor, *numbers in each):
         requirement = "elements whose int8 state does not start at zero cannot be reset"
         raise InputError(message(requirement, list(values), "Use another state_dtype"))
 
 
+def _any_in_row(elements: Tensor) -> Tensor:
+    return elements.reshape(len(elements) if elements.dim() else 1, -1).any(1)
+
+
 def _reset_rows(
     state: Iterable[tuple[Tensor, float, float]], before: Tensor, after: Tensor, writes: RowWrites
 ) -> None:
-    """Reset the state of rows in which two masks have no element in common.
+    """Reset the state of rows that change, and in which two masks have no element in common.
 
     Each tensor comes with its value for rows with new elements, and that for all others.
     """
-    reset = (~(before & after)).flatten(1).all(1).nonzero().squeeze(1).to("cpu")
-    gains = (after & ~before).flatten(1).any(1).to("cpu")[reset]
-    for tensor, value, default in state:
-        writes.add(tensor, reset, torch.where(gains, value, default).to(tensor.dtype))
+    reset, gains = ~_any_in_row(before & after), _any_in_row(after & ~before)
+    loses = reset & ~gains & _any_in_row(before)
+    for tensor, *numbers in state:
+        for rows, number in zip((reset & gains, loses), numbers, strict=True):
+            fresh = torch.full((1, *tensor.shape[1:]), number, dtype=tensor.dtype, device="cpu")
+            writes.add(tensor, rows.nonzero().squeeze(1).to("cpu"), fresh)
 
 
 def check_model_and_optimizer(who: str, model: Any, optimizer: Any) -> None:

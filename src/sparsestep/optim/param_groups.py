@@ -20,6 +20,7 @@ from sparsestep.engines.base import GroupSettings
 from sparsestep.engines.native import CachedPlan, StepTraces, native_group
 from sparsestep.errors import InputError, message
 from sparsestep.grads import masks
+from sparsestep.memory.tensors import memory_of
 from sparsestep.optim.state import packs_by
 from sparsestep.rules import options
 from sparsestep.rules.derived_idle import unsupported_message
@@ -225,7 +226,7 @@ def _with_lr(
 def _select(before: masks.MaskSelection | None, param: Tensor, mask: Tensor) -> masks.MaskSelection:
     if before is not None and before.mask is mask and before.shape == param.shape:
         return before
-    return masks.selection_of(mask, param)
+    return masks.MaskSelection(masks.local_mask(mask, param), memory_of(param).shape)
 
 
 def describe_param(who: str, group: ParamGroup, group_index: int, index: int) -> str:

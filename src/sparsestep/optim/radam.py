@@ -58,7 +58,7 @@ def update(
 RULE = Rule("radam", update, adam.MOMENTS, has_native_kernel=True)
 
 
-@document_args()
+@passes_options
 class RAdam(RuleOptimizer, Optimizer):
     r"""RAdam for dense and sparse gradients; a drop-in for ``torch.optim.RAdam``.
 
@@ -114,7 +114,6 @@ class RAdam(RuleOptimizer, Optimizer):
     rule = RULE
     torch_kernel = staticmethod(kernel_of(torch_radam, "exp_avg", "exp_avg_sq"))
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

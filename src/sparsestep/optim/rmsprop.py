@@ -79,7 +79,7 @@ RULES = {
 }
 
 
-@document_args()
+@passes_options
 class RMSprop(RuleOptimizer, Optimizer):
     r"""RMSprop for dense and sparse gradients; a drop-in for ``torch.optim.RMSprop``.
 
@@ -114,7 +114,6 @@ class RMSprop(RuleOptimizer, Optimizer):
         kernel_of(torch_rmsprop, "square_avg", "grad_avg", "momentum_buffer")
     )
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

@@ -30,7 +30,7 @@ _SUM = StateSpec("sum", "initial_accumulator_value", per_row=True)
 RULE = Rule("rowwise_adagrad", update, (_SUM,), has_native_kernel=True, idle_update=NoDrift())
 
 
-@document_args()
+@passes_options
 class RowwiseAdagrad(RuleOptimizer, Optimizer):
     r"""Adagrad with one sum per row, for embeddings.
 
@@ -81,7 +81,6 @@ class RowwiseAdagrad(RuleOptimizer, Optimizer):
     rule = RULE
     group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay", "dense")
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

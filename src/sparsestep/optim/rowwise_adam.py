@@ -52,7 +52,7 @@ RULES_WITHOUT_MOMENTUM = adam.rules_with_bias_correction(
 )
 
 
-@document_args()
+@passes_options
 class RowwiseAdam(RuleOptimizer, Optimizer):
     r"""Adam with one second moment per row, for embeddings.
 
@@ -104,7 +104,6 @@ class RowwiseAdam(RuleOptimizer, Optimizer):
         "dense",
     )
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

@@ -64,7 +64,7 @@ MOMENTUM = Rule(
 )
 
 
-@document_args()
+@passes_options
 class SGD(RuleOptimizer, Optimizer):
     r"""Gradient descent for dense and sparse gradients; a drop-in for ``torch.optim.SGD``.
 
@@ -103,7 +103,6 @@ class SGD(RuleOptimizer, Optimizer):
 
     group_options = (*RuleOptimizer.group_options, "decoupled_weight_decay")
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

@@ -54,7 +54,7 @@ _IDLE = AdamDrift(buffer="exp_avg", square="exp_avg_sq", decays=adam.decays, siz
 RULES = adam.rules_with_bias_correction("sparse_adam", update, adam.MOMENTS, _IDLE)
 
 
-@document_args()
+@passes_options
 class SparseAdam(RuleOptimizer, Optimizer):
     r"""Adam that only updates entries of the gradient; a drop-in for ``torch.optim.SparseAdam``.
 
@@ -96,7 +96,6 @@ class SparseAdam(RuleOptimizer, Optimizer):
     group_options = (*RuleOptimizer.group_options, "bias_correction")
     supports_complex = False
 
-    @passes_options
     def __init__(
         self,
         params: ParamsT,

@@ -72,7 +72,9 @@ def packs_by(
     return (
         mask.dim() > 1
         and engine != "triton"
-        and not (rule.needs_whole_rows and (param.is_complex() or not rule.has_element_state))
+        and not (
+            rule.needs_whole_rows and (param.is_complex() or all(s.per_row for s in rule.state))
+        )
         and not any(s.dtype is torch.int8 and initial_value(s, group) for s in rule.state)
         and group.get("dense") != "elementwise"
         and RowConstraint.of_group(group) is None
@@ -213,6 +215,10 @@ def initial_values(
         if not is_number or value != value or not fits_float32(value):
             requirement = f"initial[{name!r}] must be a number that float32 can hold"
             raise InputError(message(requirement, repr(value)))
+    coded = [spec.name for spec in rule.state if spec.dtype is torch.int8 and given.get(spec.name)]
+    if coded:
+        requirement = "initial must not have state in int8, which has a scale for each row"
+        raise InputError(message(requirement, coded[0], "Use another state_dtype"))
     return [float(given.get(spec.name, initial_value(spec, options))) for spec in rule.state]
 
 

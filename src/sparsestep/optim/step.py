@@ -190,13 +190,10 @@ def finish_update(
         # Random bits depend on the parameter's number among all of the optimizer.
         place = sum(len(each["params"]) for each in groups_before) + update.index
         update.seed = rounding.step_seed(settings.seed, place, update.step)
-        update.row_stride = _row_stride(update.key, update.targets[0])
-
-
-def _row_stride(owner: Tensor, written: Tensor) -> rounding.RowStride | None:
-    source = source_of(owner)
-    step, first = (1, 0) if source is None else source.row_layout(owner)
-    return None if step == 1 else rounding.RowStride(written[:1].numel(), step, first)
+        source = source_of(update.key)
+        step, first = (1, 0) if source is None else source.row_layout(update.key)
+        if step != 1:
+            update.row_stride = rounding.RowStride(update.targets[0][:1].numel(), step, first)
 
 
 def engine_views(

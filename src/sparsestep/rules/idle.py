@@ -25,29 +25,18 @@ Hyperparams = Mapping[str, Any]
 _MIN_MAGNITUDE = {torch.float16: 2.0**-24}
 
 
-def _no_decay(hyperparams: Hyperparams) -> Mapping[str, float]:
-    return {}
-
-
-def _zero_step(step: int, hyperparams: Hyperparams) -> tuple[float, float]:
-    return 0.0, 1.0
-
-
-def _get_eps(hyperparams: Hyperparams) -> float:
-    return float(hyperparams.get("eps", 0.0))
-
-
 @dataclass(frozen=True, kw_only=True)
 class IdleUpdate:
     """How a parameter moves without a gradient; functions get the options, most a step as well."""
 
     # The factor by which each state decays in a step, by name; a state that is not named stays.
-    decays: Callable[[Hyperparams], Mapping[str, float]] = _no_decay
+    decays: Callable[[Hyperparams], Mapping[str, float]] = lambda hyperparams: {}
     # The size of a step, and the root that ``AdamDrift`` divides by.
-    size: Callable[[int, Hyperparams], tuple[float, float]] = _zero_step
+    size: Callable[[int, Hyperparams], tuple[float, float]] = lambda step, hyperparams: (0.0, 1.0)
     # The factor of the parameter in the formula, besides decoupled weight decay; None: 1.
     shrink: Callable[[int, Hyperparams], float] | None = None
-    eps: Callable[[Hyperparams], float] = _get_eps  # added to the root by ``AdamDrift``
+    # Added to the root by ``AdamDrift``.
+    eps: Callable[[Hyperparams], float] = lambda hyperparams: float(hyperparams.get("eps", 0.0))
     fits: Callable[[int, Hyperparams], bool] | None = None  # whether a step has this form
     buffer: str = ""  # the state that gives the direction, if one does
     square: str = ""  # the state that divides, if one does

@@ -121,11 +121,6 @@ class Rule:
         return given
 
     @cached_property
-    def has_element_state(self) -> bool:
-        """Whether it has state per element."""
-        return any(not spec.per_row for spec in self.state)
-
-    @cached_property
     def needs_whole_rows(self) -> bool:
         """Whether ``update`` needs whole rows: it has state per row."""
         return any(spec.per_row for spec in self.state)

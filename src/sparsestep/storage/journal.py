@@ -409,7 +409,7 @@ def read_rows(folder: Path, manifest: Manifest, index: int, key: str, rows: slic
                     if table != index:
                         source.seek(part.rows * entry.row_bytes, os.SEEK_CUR)
                         continue
-                    for some in changed.split(max(1, _CHUNK_BYTES // entry.row_bytes)):
+                    for some in _chunks(changed, entry.row_bytes):
                         data = source.read_tensor(len(some) * entry.row_bytes)
                         is_one = (some >= rows.start) & (some < rows.stop)
                         values = data.view(words.dtype).view(len(some), -1)[is_one]
@@ -445,17 +445,16 @@ def write_journal(folder: Path, number: int, size: int, parts: Sequence[WrittenR
         for part in parts:
             file.write_all(_bytes_of(part.rows))
             for table in part.files.values():
-                for some in _chunks(part.rows, table):
+                for some in _chunks(part.rows, table.rows.row_bytes):
                     data = table.words().index_select(0, some)
                     file.write_all(_bytes_of(data))
         os.fsync(file.fileno())
     return Journal(FileEntry(name, size, file.crc), [part.part for part in parts])
 
 
-def _chunks(rows: Tensor, file: MappedFile) -> Iterator[Tensor]:
-    step = max(1, _CHUNK_BYTES // file.rows.row_bytes)
-    for first in range(0, len(rows), step):
-        yield rows[first : first + step]
+def _chunks(rows: Tensor, row_bytes: int) -> tuple[Tensor, ...]:
+    chunks: tuple[Tensor, ...] = rows.split(max(1, _CHUNK_BYTES // row_bytes))
+    return chunks
 
 
 def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) -> None:
@@ -467,7 +466,11 @@ def replay(folder: Path, manifest: Manifest, files: Mapping[int, MappedFile]) ->
                 some_files = [files[index] for index in part.tables]
                 rows = _read_rows(source, part.rows, min(file.rows.total for file in some_files))
                 for file in some_files:
-                    _replay_rows(source, rows, file)
+                    file.reserve(rows)
+                    words = file.words()
+                    for some in _chunks(rows, file.rows.row_bytes):
+                        data = source.read_tensor(len(some) * file.rows.row_bytes)
+                        words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
             source.verify(journal.file)
 
 
@@ -486,14 +489,6 @@ def _read_rows(source: _ChecksummedFile, count: int, num_rows: int) -> Tensor:
     if int(rows[0]) < 0 or int(rows[-1]) >= num_rows or not (rows[1:] > rows[:-1]).all():
         raise source.changed(f"rows outside of [0, {num_rows})")
     return rows
-
-
-def _replay_rows(source: _ChecksummedFile, rows: Tensor, file: MappedFile) -> None:
-    file.reserve(rows)
-    words = file.words()
-    for some in _chunks(rows, file):
-        data = source.read_tensor(len(some) * words[0].nbytes)
-        words.index_copy_(0, some, data.view(words.dtype).view(len(some), -1))
 
 
 # The rest
@@ -528,11 +523,13 @@ def write_rest(folder: Path, number: int, content: dict[str, Any]) -> FileEntry:
         content = {"version": _REST_VERSION, **content}
         try:
             uninterrupted(lambda: torch.save(content, cast("IO[bytes]", writer)))
+            if writer.error is not None:
+                raise writer.error
         except BaseException as error:
             # Torch then tries to complete its archive, which raises another error.
             raise first_error(error, handled) from None
-        if writer.error is not None:
-            raise writer.error
+        finally:
+            writer.error = None  # in a circle through torch, which the garbage collector cannot see
         os.fsync(file.fileno())
         return FileEntry(name, file.size, file.crc)
 

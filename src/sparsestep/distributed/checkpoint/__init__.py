@@ -123,7 +123,7 @@ def _dcp_save(
         discard()
         raise
     save_id = metadata.storage_meta.save_id
-    sums = peers.gather(writer.sums)
+    sums = peers.gather(writer.files.sums)
     with peers.agreeing(undo=discard):
         _check_shared_disk(folder, save_id, peers, sums)
     error: BaseException | None = None

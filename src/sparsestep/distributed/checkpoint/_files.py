@@ -42,15 +42,11 @@ class Writer(FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._files = _Files(self.save_id)
+        self.files = _Files(self.save_id)
         self._folder = folder
-        self.fs: FileSystem = self._files
+        self.fs: FileSystem = self.files
         # Whether they are the checkpoint of the folder, even if an error or a signal came later.
         self.is_published: bool = False
-
-    @property
-    def sums(self) -> dict[str, Sum]:
-        return self._files.sums
 
     def storage_meta(self) -> StorageMeta:
         """The id of this save, without the path on this machine."""
@@ -70,7 +66,7 @@ class Writer(FileSystemWriter):
     def publish(self, content: ShardManifest) -> None:
         """Make the files of all ranks the checkpoint of the folder, in place of an earlier one."""
         temporary = self._folder / f".{content.id}.json"
-        with self._files.create_stream(temporary, "wb") as file:
+        with self.files.create_stream(temporary, "wb") as file:
             file.write(content.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -91,7 +87,7 @@ class Writer(FileSystemWriter):
                         path.unlink()
 
     def discard(self) -> None:
-        for name in self._files.names:
+        for name in self.files.names:
             with suppress(OSError):
                 (self._folder / name).unlink()
 
@@ -112,8 +108,10 @@ class _Files(FileSystem):
             try:
                 yield summed
             finally:
-                if summed.error is not None:
-                    raise summed.error
+                # In a circle through torch, which the garbage collector cannot see.
+                error, summed.error = summed.error, None
+                if error is not None:
+                    raise error
         self.sums[Path(path).name] = Sum(summed.size, summed.crc)
 
     def concat_path(self, path: Any, suffix: str) -> Any:
