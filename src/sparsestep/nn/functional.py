@@ -137,10 +137,10 @@ def _dot(rows: Tensor, right: nn.Module | Tensor, ids: Any) -> Tensor:
     if isinstance(right, nn.Module):
         call_forward_pre_hooks(right, ids)
     bags = (ids if ids.dim() > 1 else ids.unsqueeze(1)).contiguous()
-    rows = rows.contiguous()
     needs_grad = weight.requires_grad and torch.is_grad_enabled()
-    lookup = Lookup(weight, bags, None, False, rows, DOT, -1, needs_grad, table)
-    return embed([lookup])[0].view(ids.shape)
+    lookup = Lookup(weight, bags, None, False, rows.contiguous(), DOT, -1, needs_grad, table)
+    found = embed([lookup])[0]
+    return found if ids.dim() > 1 else found.squeeze(1)
 
 
 _FORWARDS = {cls.forward for cls in (Embedding, EmbeddingBag, nn.Embedding, nn.EmbeddingBag)}
