@@ -389,6 +389,15 @@ class _Pending(NamedTuple):
         return shape[0] if shape else 1
 
 
+class _Found(NamedTuple):
+    """The deferred rows of an update."""
+
+    deferred: DeferredRows
+    stale: int
+    rows: Tensor | None  # those that the step updates
+    set_last_step: Callable[[], object]
+
+
 class StepCatchUp:
     """The catch-up of one step: prepared and committed like an engine's updates."""
 
@@ -419,7 +428,10 @@ class StepCatchUp:
 
     def prepare(self) -> None:
         """Catch up the rows; values keep their meaning if the step is not done after all."""
-        if sum(map(self._prepare, self._pending)):
+        # What can be refused is, before the first row catches up.
+        found = [self._find_rows(pending) for pending in self._pending]
+        pairs = zip(self._pending, found, strict=True)
+        if sum(self._prepare(pending, rows) for pending, rows in pairs if rows is not None):
             warn_once(
                 StaleWarning,
                 "some rows that got a gradient were read before they had caught up "
@@ -432,20 +444,25 @@ class StepCatchUp:
         for rows in self._prepared:
             rows.in_step = False
 
-    def _prepare(self, pending: _Pending) -> int:
-        """Catch up the rows of one update, and allocate for its commit; number of stale rows."""
+    def _find_rows(self, pending: _Pending) -> _Found | None:
+        """Find the deferred rows of one update; ``None`` if there are none."""
         update, indices = pending.update, pending.indices
         idle, is_known = update.settings.rule.idle_update, id(update.key) in self._deferred
         if indices is None and not is_known and idle is not None and not idle.recomputes:
-            return 0  # as long as gradients are dense, no row is deferred
+            return None  # as long as gradients are dense, no row is deferred
         try:
             deferred, stale = self._rows_for(pending)
             self._prepared.append(deferred)
             rows = deferred.movable_rows if indices is None else deferred.movable(indices.flatten())
-            set_last_step = deferred.prepare_last_step(rows)
+            return _Found(deferred, stale, rows, deferred.prepare_last_step(rows))
         except InputError as error:
             raise update.error(error) from None
-        if rows is None or indices is None or (pending.state is None and deferred.rule.state):
+
+    def _prepare(self, pending: _Pending, found: _Found) -> int:
+        """Catch up the rows of one update, and allocate for its commit; number of stale rows."""
+        update, (deferred, stale, rows, set_last_step) = pending.update, found
+        has_state = pending.state is not None or not deferred.rule.state
+        if rows is None or pending.indices is None or not has_state:
             deferred.in_step = True  # all are current, or there is no state: nothing was missed
         else:
             real = as_real_rows(update.param, pending.state or [])
