@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 import sparsestep
 from sparsestep.errors import InputError
 from sparsestep.optim import OPTIMIZERS
+from tests.generate.garbage import Unusable
 from tests.subject import refused
 from tests.table import (
     FEW,
@@ -294,3 +295,14 @@ def test_a_value_that_stays_in_a_tensor_with_gaps():
     param.grad = torch.randn(1, dtype=torch.complex64)
     optimizer.step()
     assert bool(param.isfinite().all())
+
+
+@pytest.mark.parametrize("kernel", [{}, {"foreach": True}])
+def test_a_wrapper_as_state_is_refused_even_if_it_is_empty(kernel: dict[str, Any]):
+    param = nn.Parameter(torch.ones(0, 4))
+    opt = sparsestep.Adagrad([param], lr=0.1, **kernel)
+    param.grad = torch.ones(0, 4)
+    opt.step()
+    opt.state[param]["sum"] = Unusable(torch.zeros(0, 4))
+    with refused(opt, match="its state must own memory"):
+        opt.step()

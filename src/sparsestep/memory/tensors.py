@@ -90,7 +90,9 @@ def check_writable(name: str, tensor: Tensor) -> None:
     if tensor.is_conj() or tensor.is_neg():
         requirement = f"{name} must be a plain tensor, not a conjugate or negative view"
         raise InputError(message(requirement, "such a view", "Use a clone of it"))
-    if tensor.numel() and not has_memory(tensor):
+    # An empty tensor needs no memory, but a wrapper may refuse any operation.
+    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if (tensor.numel() or is_wrapper) and not has_memory(tensor):
         requirement = f"{name} must own memory for all of its elements"
         got = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} without"
         raise InputError(message(requirement, got))

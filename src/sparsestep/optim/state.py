@@ -389,8 +389,9 @@ class StateStore:
         addresses = tuple(map(parameters.address, tensors))
         known = self.addresses.get(id(param))
         before = () if known is None or known[0] is not param else known[1 : 1 + len(tensors)]
-        # The address does not tell a negative view from its base.
-        if before == addresses and not any(t.is_neg() or t.is_conj() for t in tensors):
+        # The address does not tell a negative view from its base, nor empty tensors apart.
+        is_known = before == addresses and 0 not in addresses
+        if is_known and not any(t.is_neg() or t.is_conj() for t in tensors):
             return
         names = ("a parameter", *("its state" for _ in tensors[1:]))
         for name, tensor in zip(names, tensors, strict=True):
