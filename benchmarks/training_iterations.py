@@ -136,6 +136,7 @@ def _examples(program: Program) -> int:
 # For each kind the model, torch's optimizer and ours.
 MODELS: dict[str, tuple[type[BenchModel], Callable[..., Any], Callable[..., Any]]] = {
     "dlrm": (Dlrm, torch.optim.Adagrad, sparsestep.Adagrad),
+    "dlrm with SGD": (Dlrm, torch.optim.SGD, sparsestep.SGD),
     "node2vec": (Node2Vec, torch.optim.SparseAdam, sparsestep.SparseAdam),
     "transe": (TransE, torch.optim.SparseAdam, sparsestep.SparseAdam),
 }

@@ -219,6 +219,7 @@ SUITES: dict[str, list[Case]] = {
     "programs": [
         program("dlrm", 200_000, 64, 8_192, "uniform", 26, length=4),
         program("dlrm", 200_000, 64, 8_192, "zipf", 26, length=4),
+        program("dlrm with SGD", 200_000, 64, 8_192, "uniform", 26, length=4),
         program("node2vec", 400_000, 128, 57_344, "zipf", length=7),
         program("transe", 200_000, 128, 36_864, "zipf", length=18),
     ],
