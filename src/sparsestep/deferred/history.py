@@ -185,8 +185,8 @@ class StepHistory:
     def append(self, size: float, root: float, shrink: float, middle: float) -> None:
         """Append a step, with its weight decay factor ``shrink``. Atomic.
 
-        ``middle`` is the root ``center_lag`` steps after the step before; its value decides how
-        exact the sums are, not what they are.
+        ``middle`` is the root ``center_lag`` steps after the step before. It affects only the
+        accuracy of the sums.
         """
         self.reserve()
         n = self.steps + 1
